@@ -5,6 +5,7 @@ Letters: B batch, T tokens of the whole sequence, H query heads.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 import torch
@@ -89,3 +90,9 @@ class AttentionMask:
                 f"cu_seqlens ends at {int(self.cu_seqlens[-1])} but the whole sequence has {tokens} tokens; borders "
                 "count tokens over all ranks, padding included"
             )
+
+    def with_sinks(self, sinks: Tensor | None) -> AttentionMask:
+        """Return the mask with other sinks: those of some heads, or none. Nothing is checked again."""
+        mask = copy.copy(self)
+        object.__setattr__(mask, "sinks", sinks)
+        return mask

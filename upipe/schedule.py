@@ -32,10 +32,17 @@ def balanced_split(length: int, parts: int) -> list[range]:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One call of a local kernel: slices into a rank's query and KV heads of a stage, with equal query counts."""
+    """One call of a local kernel, with equally many query heads for each of its KV heads.
+
+    Args:
+        q_heads: a slice of the rank's query heads of the stage.
+        kv_heads: a slice of the KV heads that arrived together in stage `arrival`.
+        arrival: the stage in which K and V of this call arrived.
+    """
 
     q_heads: slice
     kv_heads: slice
+    arrival: int
 
 
 @dataclass(frozen=True)
@@ -141,15 +148,28 @@ class HeadSchedule:
         later = self.stages[index + 1].kv_heads if index + 1 < len(self.stages) else ((),) * self.ranks
         return tuple(map(_without, kv_heads, later))
 
-    def kernel_calls(self, stage: Stage, rank: int) -> list[KernelCall]:
-        """Cut a rank's heads of a stage into runs of KV heads with equal query counts, one kernel call each."""
+    def kernel_calls(self, index: int, rank: int) -> list[KernelCall]:
+        """Cut a rank's heads of stage `index` into kernel calls.
+
+        The KV heads of a call arrived together, so they lie in one buffer, and have equally many query heads.
+        """
         group = self.num_heads // self.num_kv_heads
-        counts = [sum(q // group == kv for q in stage.q_heads[rank]) for kv in stage.kv_heads[rank]]
-        calls, q_start, kv_start = [], 0, 0
-        for count, run in groupby(counts):
-            num_kv = len(list(run))
-            calls.append(KernelCall(slice(q_start, q_start + count * num_kv), slice(kv_start, kv_start + num_kv)))
-            q_start, kv_start = q_start + count * num_kv, kv_start + num_kv
+        stage = self.stages[index]
+
+        def arrival(head: int) -> int:
+            return max(s for s in range(index + 1) if head in self.stages[s].new_kv_heads[rank])
+
+        runs = groupby(
+            stage.kv_heads[rank],
+            key=lambda head: (arrival(head), sum(q // group == head for q in stage.q_heads[rank])),
+        )
+        calls, q_start = [], 0
+        for (came, count), run in runs:
+            heads = list(run)
+            first = self.stages[came].new_kv_heads[rank].index(heads[0])
+            q_stop = q_start + count * len(heads)
+            calls.append(KernelCall(slice(q_start, q_stop), slice(first, first + len(heads)), came))
+            q_start = q_stop
         return calls
 
     def __str__(self) -> str:
