@@ -125,12 +125,12 @@ def headwise_attention(
 
 def _cast(x: Tensor, proj: Projections, dtype: torch.dtype) -> tuple[Tensor, Projections]:
     """Cast as autocast does for a linear; norms stay as they are, being computed in fp32."""
-    changes = {
-        name: tensor.to(dtype)
-        for name, tensor in zip(proj.tensor_names(), proj.tensors(), strict=True)
-        if tensor is not None and not name.endswith("norm")
-    }
-    return x.to(dtype), replace(proj, **changes)
+    names = Projections.tensor_names()
+    tensors = [
+        tensor if tensor is None or name.endswith("norm") else tensor.to(dtype)
+        for name, tensor in zip(names, proj.tensors(), strict=True)
+    ]
+    return x.to(dtype), Projections.of(tensors, proj.eps)
 
 
 def _positions(x: Tensor, positions: Tensor | None, rotary: Rotary | None, head_dim: int, rank: int) -> Tensor | None:
@@ -176,7 +176,7 @@ class _Headwise(torch.autograd.Function):
     def forward(ctx: Any, layer: Layer, x: Tensor, sinks: Tensor | None, *weights: Tensor | None) -> Tensor:
         layer = replace(layer, local=layer.local.with_sinks(sinks))
         with torch.autocast(x.device.type, enabled=False):
-            rank = RankPass(layer, x, Projections(*weights, eps=layer.eps))  # type: ignore[arg-type]
+            rank = RankPass(layer, x, Projections.of(weights, layer.eps))
             kept, held = [], HeldKV()
             shards = []
             for index in range(len(layer.schedule.stages)):
@@ -204,7 +204,7 @@ class _Headwise(torch.autograd.Function):
         layer = replace(ctx.layer, local=ctx.layer.local.with_sinks(sinks))
         needs = dict(zip(("x", "sinks", *names), ctx.needs_input_grad[1:], strict=True))
         with torch.autocast(x.device.type, enabled=False):
-            rank = RankPass(layer, x, Projections(*weights, eps=layer.eps))
+            rank = RankPass(layer, x, Projections.of(weights, layer.eps))
             grads = Gradients(rank, needs, sinks)
             num_stages = len(layer.schedule.stages)
             held: HeldKV = {}

@@ -52,6 +52,11 @@ class Projections:
         """Names of the tensor fields, in order."""
         return tuple(field.name for field in fields(cls) if field.name != "eps")
 
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor | None], eps: float) -> Projections:
+        """Build from the tensor fields, in order."""
+        return cls(*tensors, eps=eps)  # type: ignore[arg-type,misc]
+
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the tensor fields, in order."""
         return tuple(getattr(self, name) for name in self.tensor_names())

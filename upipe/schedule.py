@@ -9,7 +9,7 @@ builds the whole schedule, so the split sizes of an exchange are known on both s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 
 def valid_heads_per_stage(num_heads: int, ranks: int) -> tuple[int, ...]:
@@ -27,7 +27,7 @@ def balanced_split(length: int, parts: int) -> list[range]:
     """Cut ``range(length)`` into `parts` runs whose lengths differ by one at most, the longer ones first."""
     short, longer = divmod(length, parts)
     starts = [part * short + min(part, longer) for part in range(parts + 1)]
-    return [range(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
 
 
 @dataclass(frozen=True)

@@ -74,15 +74,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: fl
 
 def _collect(pipes: list[Connection], deadline: float, timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
-    open_pipes = {id(pipe): rank for rank, pipe in enumerate(pipes)}
-    while open_pipes:
-        ready = wait([pipes[rank] for rank in open_pipes.values()], timeout=max(0.0, deadline - time.monotonic()))
+    pending = set(range(len(pipes)))
+    while pending:
+        ready = wait([pipes[rank] for rank in pending], timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(open_pipes.values())} did not finish in {timeout_s} s")
-        for pipe in ready:
-            rank = open_pipes.pop(id(pipe))
+            raise TimeoutError(f"ranks {sorted(pending)} did not finish in {timeout_s} s")
+        for rank in [rank for rank in pending if pipes[rank] in ready]:
+            pending.remove(rank)
             try:
-                ok, payload = pipe.recv()  # type: ignore[union-attr]
+                ok, payload = pipes[rank].recv()
             except EOFError:
                 raise RankError(f"rank {rank} died without a word") from None
             if not ok:

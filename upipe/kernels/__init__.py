@@ -20,14 +20,10 @@ __all__ = ["KERNELS", "Kernel", "accumulate_dtype", "select_kernel", "sink_gradi
 # Fastest first; "auto" takes the first that does not refuse. The reference is for tests and never taken by "auto".
 KERNELS = (flash.KERNEL, sdpa.KERNEL, blocked.KERNEL, reference.KERNEL)
 
-_WORKSPACE: dict[OpOverload, Callable[..., int]] = {
-    op._opoverload: workspace
-    for kernel in KERNELS
-    for op, workspace in (
-        (kernel.forward_op, kernel.forward_workspace),
-        (kernel.backward_op, kernel.backward_workspace),
-    )
-}
+_WORKSPACE: dict[OpOverload, Callable[..., int]] = {}
+for _kernel in KERNELS:
+    _WORKSPACE[_kernel.forward_op._opoverload] = _kernel.forward_workspace
+    _WORKSPACE[_kernel.backward_op._opoverload] = _kernel.backward_workspace
 
 
 def select_kernel(name: str, mask: AttentionMask, like: Tensor) -> Kernel:

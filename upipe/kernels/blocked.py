@@ -9,6 +9,7 @@ Letters: B batch, T tokens, H query heads, K KV heads, G = H/K, D head size, N q
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def _blocks(q: Tensor, causal: bool, window: int | None, cu_seqlens: Tensor | No
     """Yield the queries of each block and the keys that any of them sees."""
     tokens, size = q.shape[1], _block_size(q)
     borders = [0, tokens] if cu_seqlens is None else sorted(set(cu_seqlens.tolist()))
-    for document, start_of_next in zip(borders, borders[1:], strict=False):
+    for document, start_of_next in pairwise(borders):
         for start in range(document, start_of_next, size):
             stop = min(start + size, start_of_next)
             first = document if window is None else max(document, start - window + 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 
 from upipe.mask import AttentionMask
 
@@ -51,8 +52,8 @@ class Kernel:
     """
 
     name: str
-    forward_op: Callable[..., tuple[Tensor, Tensor]]
-    backward_op: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward_op: CustomOpDef
+    backward_op: CustomOpDef
     refuses: Callable[[Request], str | None]
     forward_workspace: Callable[..., int]
     backward_workspace: Callable[..., int]
