@@ -97,7 +97,7 @@ def _check_batch(known: Mapping[str, Any]) -> torch.Size:
         raise ValueError(f'batch["input_ids"] must be a tensor [B, T] with the whole sequence; got {got}')
     if "labels" in known and "shift_labels" in known:
         raise ValueError("the batch has labels and shift_labels; keep labels (not shifted) or shift_labels (shifted)")
-    valid = dict.fromkeys(("labels", "shift_labels", "attention_mask"), (ids.shape,))
+    valid: dict[str, tuple[torch.Size, ...]] = dict.fromkeys(("labels", "shift_labels", "attention_mask"), (ids.shape,))
     valid["position_ids"] = (ids.shape, ids.shape[1:])
     for name, shapes in valid.items():
         if name in known and (not isinstance(known[name], Tensor) or known[name].shape not in shapes):
@@ -132,8 +132,8 @@ def _borders(cu_seqlens: Tensor | None, shape: torch.Size) -> tuple[int, ...] | 
         raise ValueError(f"cu_seqlens needs batch size 1, got {shape[0]}; pack the rows into one sequence")
     if borders[-1] != shape[1]:
         raise ValueError(
-            f"cu_seqlens ends at {borders[-1]} but input_ids has {shape[1]} tokens; give the borders of the sequence as "
-            "it is, the document of the padding is added here"
+            f"cu_seqlens ends at {borders[-1]} but input_ids has {shape[1]} tokens; give the borders of the "
+            "sequence as it is, the document of the padding is added here"
         )
     return borders
 

@@ -2,9 +2,10 @@
 
 Letters: B batch, S tokens of this rank, T = C*S tokens of the whole sequence, C ranks, D head size.
 
-A sequence-sharded tensor that takes part in an exchange is stored by rank: one flat buffer, one segment ``[B, S, n, D]``
-for each rank, n being the heads that rank attends with (n may differ, or be zero). At B = 1 the segments of one rank's
-heads, received one after another, are ``[B, T, n, D]`` as they lie, so nothing is permuted before or after an exchange.
+A sequence-sharded tensor that takes part in an exchange is stored by rank: one flat buffer, one segment
+``[B, S, n, D]`` for each rank, n being the heads that rank attends with (n may differ, or be zero). At B = 1 the
+segments of one rank's heads, received one after another, are ``[B, T, n, D]`` as they lie, so nothing is permuted
+before or after an exchange.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 
 def padded_length(tokens: int, ranks: int) -> int:
@@ -159,6 +160,6 @@ def _check_rank(name: str, rank: int, ranks: int) -> None:
 
 
 def _check_borders(borders: Sequence[int]) -> None:
-    falls = any(after < before for before, after in zip(borders, borders[1:], strict=False))
+    falls = any(after < before for before, after in pairwise(borders))
     if len(borders) < 2 or borders[0] != 0 or falls:
         raise ValueError(f"borders must start at 0, never fall and hold a document; got {list(borders[:8])} ...")

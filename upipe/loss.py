@@ -27,9 +27,9 @@ def context_parallel_loss(loss_sum: Tensor, valid_tokens: int | Tensor, group: d
     """Return this rank's share of the mean token loss of the global batch.
 
     The SUM of the shares over the ranks of `group`, and over the micro-batches of an accumulation window, is the
-    token-weighted negative log-likelihood. Gradients are therefore to be summed over these ranks, never averaged (FSDP2:
-    ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)`` on every module), and shares are
-    added up before they are logged.
+    token-weighted negative log-likelihood. So gradients are to be summed over these ranks, never averaged (FSDP2:
+    ``set_gradient_divide_factor(1.0)`` and ``set_force_sum_reduction_for_comms(True)`` on every FSDPModule), and shares
+    are added up before they are logged.
 
     Args:
         loss_sum: differentiable scalar, float32 or float64: the sum of the token losses of one micro-batch on this

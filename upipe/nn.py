@@ -86,7 +86,8 @@ class UPipeAttention(nn.Module):
             raise ValueError(f"dropout={dropout} is not supported: it would change the recompute; use dropout=0")
         if mask is not None and (mask.sinks is not None or mask.cu_seqlens is not None):
             raise ValueError(
-                "mask may hold neither sinks (pass sinks=True, the layer owns them) nor cu_seqlens (pass them to forward)"
+                "mask may hold neither sinks (pass sinks=True, the layer owns them) "
+                "nor cu_seqlens (pass them to forward)"
             )
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is no multiple of num_heads={num_heads}; pass head_dim")

@@ -150,5 +150,5 @@ def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 
 
 def next_token_loss(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Tensor:
-    """Mean negative log-likelihood over valid tokens; ``labels[t]`` is the token at t, and logits at t predict t + 1."""
+    """Mean negative log-likelihood of valid tokens; ``labels[t]`` is the token at t, and logits at t predict t + 1."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=ignore_index)

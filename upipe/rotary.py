@@ -65,7 +65,7 @@ class Rotary:
         rotary_dim = self.head_dim if self.rotary_dim is None else self.rotary_dim
         if rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim:
             raise ValueError(
-                f"rotary_dim={rotary_dim} must be even and from 2 to head_dim={self.head_dim}; it counts dims, two a pair"
+                f"rotary_dim={rotary_dim} must be even and from 2 to head_dim={self.head_dim}; dims turn in pairs"
             )
         if self.scaling is not None:
             _check_scaling(self.scaling)
@@ -257,14 +257,19 @@ def _check_scaling(scaling: Mapping[str, Any]) -> None:
         raise ValueError(f'rope_scaling of rope_type "{kind}" has no {", ".join(unknown)}; valid: {valid}')
     for key in given:
         value = scaling[key]
-        if key in ("rope_type", "type") or (key == "truncate" and isinstance(value, bool)):
-            continue
-        low = 1 if key == "factor" else 0
-        number = isinstance(value, Real) and not isinstance(value, bool) and key != "truncate"
-        if not (number and low <= value < math.inf and value):
-            wanted = "true or false" if key == "truncate" else "1 or more" if low else "a number above 0"
-            raise ValueError(f"{key}={value!r} in rope_scaling must be {wanted}")
+        if key == "truncate":
+            fits, rule = isinstance(value, bool), "true or false"
+        elif key == "factor":
+            fits, rule = _is_number(value) and value >= 1, "a number, 1 or more"
+        else:
+            fits, rule = key in ("rope_type", "type") or (_is_number(value) and value > 0), "a number above 0"
+        if not fits:
+            raise ValueError(f"{key}={value!r} in rope_scaling must be {rule}")
     _check_orders(scaling)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_orders(scaling: Mapping[str, Any]) -> None:

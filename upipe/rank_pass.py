@@ -1,0 +1,257 @@
+"""What one rank does between the exchanges of a headwise layer: project, lay out by rank, collect, differentiate.
+
+The stage loop that calls these steps is in headwise.py.
+
+Letters: B batch, S tokens of this rank, T tokens of the whole sequence, H query heads, K KV heads, D head size,
+d hidden size, n heads of a stage over all ranks, t tokens of a tile, R rotary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from upipe.collectives import ByRank, seq_to_head, sum_heads
+from upipe.kernels import accumulate_dtype
+from upipe.local_attention import HeldKV, LocalAttention
+from upipe.memory.label import label
+from upipe.projections import HeadProjection, Projections, TileSum, put_heads, take_heads
+from upipe.rotary import Rotary
+from upipe.schedule import HeadSchedule
+
+HeadsByRank = Sequence[Sequence[int]]
+
+# A token tile is bounded by the fp32 bytes of its widest rows and by a share of the sequence, so that its temporaries
+# stay small beside a stage's buffers at every length.
+TILE_BYTES = 64 * 2**20
+TILE_SHARE = 16
+MIN_TILE_TOKENS = 128
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """The arguments of :func:`headwise_attention` that are not differentiated, resolved."""
+
+    local: LocalAttention
+    group: dist.ProcessGroup | None
+    rotary: Rotary | None
+    positions: Tensor | None
+    head_dim: int
+    eps: float
+    keep_attention: bool
+
+    @property
+    def schedule(self) -> HeadSchedule:
+        """The stages."""
+        return self.local.schedule
+
+
+class RankPass:
+    """One pass of one rank over the stages: its tokens, the weights, and the rotary tables of its positions."""
+
+    def __init__(self, layer: Layer, x: Tensor, proj: Projections) -> None:
+        self.layer, self.x, self.proj = layer, x, proj
+        self.batch, self.tokens, self.hidden = x.shape
+        self.wide = accumulate_dtype(x.dtype)
+        self._tables: tuple[Tensor, Tensor] | None = None
+        if layer.rotary is not None:
+            assert layer.positions is not None
+            with label("attn.rotary"):
+                self._tables = layer.rotary.tables(layer.positions, self.wide)
+
+    def query_counts(self, index: int) -> list[int]:
+        """Query heads of each rank in stage `index`."""
+        return [len(heads) for heads in self.layer.schedule.stages[index].q_heads]
+
+    def by_rank(self, buffer: Tensor, counts: Sequence[int]) -> ByRank:
+        """Return a flat buffer as heads stored by rank."""
+        return ByRank(buffer, tuple(counts), self.batch, self.tokens, self.layer.head_dim)
+
+    def tiles(self, columns: int) -> Iterator[slice]:
+        """Cut this rank's tokens into tiles whose rows have `columns` entries."""
+        most = TILE_BYTES // (self.batch * columns * self.wide.itemsize)
+        size = max(MIN_TILE_TOKENS, min(most, -(-self.tokens // TILE_SHARE)))
+        for start in range(0, self.tokens, size):
+            yield slice(start, min(start + size, self.tokens))
+
+    def rotation(self, tokens: slice) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of a tile, ``[t, R/2]`` or ``[B, t, R/2]``."""
+        if self._tables is None:
+            return None
+        cos, sin = self._tables
+        return cos[..., tokens, :], sin[..., tokens, :]
+
+    def head_projection(self, name: str, heads: Sequence[int]) -> HeadProjection:
+        """Return the projection `name` (q, k or v) of some heads."""
+        head_dim = self.layer.head_dim
+        bias = getattr(self.proj, f"{name}_bias")
+        return HeadProjection(
+            weight=take_heads(getattr(self.proj, name), heads, head_dim),
+            bias=None if bias is None else take_heads(bias, heads, head_dim),
+            norm=None if name == "v" else getattr(self.proj, f"{name}_norm"),
+            eps=self.proj.eps,
+            head_dim=head_dim,
+        )
+
+    def receive_q(self, index: int) -> Tensor:
+        """Project and exchange the query heads of a stage: ``[B, T, heads of this rank, D]``."""
+        shards = self._project(self.layer.schedule.stages[index].q_heads, ("q",))
+        with label("attn.q"):
+            return seq_to_head(shards, self.layer.group)
+
+    def receive_kv(self, index: int, held: HeldKV) -> None:
+        """Project and exchange K with V of the heads that arrive in a stage, and put them into `held`."""
+        arriving = self.layer.schedule.stages[index].new_kv_heads
+        if not any(arriving):
+            return
+        shards = self._project(arriving, ("k", "v"))
+        with label("attn.kv"):
+            kv = seq_to_head(shards, self.layer.group).unflatten(2, (2, -1))  # [B, T, 2, n, D]
+        if arriving[self.layer.local.rank]:
+            held[index] = kv
+
+    def _project(self, heads_by_rank: HeadsByRank, names: Sequence[str]) -> ByRank:
+        heads = sorted({head for heads in heads_by_rank for head in heads})
+        spans = [
+            slice(heads.index(of_rank[0]), heads.index(of_rank[-1]) + 1) if of_rank else slice(0, 0)
+            for of_rank in heads_by_rank
+        ]
+        counts = [len(names) * len(of_rank) for of_rank in heads_by_rank]
+        with label("exchange.send"):
+            shards = ByRank.empty(self.x, counts, self.batch, self.tokens, self.layer.head_dim)
+        with label("attn.tile"):
+            for part, name in enumerate(names):
+                projection = self.head_projection(name, heads)
+                first = [part * len(of_rank) for of_rank in heads_by_rank]
+                for tokens in self.tiles(len(heads) * self.layer.head_dim):
+                    rotation = None if name == "v" else self.rotation(tokens)
+                    shards.write(projection.forward(self.x[:, tokens], rotation), tokens, spans, first)
+        return shards
+
+    def output(self, shards: list[ByRank]) -> Tensor:
+        """Apply the output projection to the attention output of all stages: ``[B, S, d]``."""
+        pieces = natural_order(shards)
+        with label("attn.y"):
+            y = self.x.new_empty(self.batch, self.tokens, self.hidden)
+        with label("attn.tile"):
+            for tokens in self.tiles(self.proj.o.shape[1]):
+                rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2)
+                y[:, tokens] = F.linear(rows, self.proj.o, self.proj.o_bias)
+        return y
+
+
+def natural_order(shards: list[ByRank]) -> list[Tensor]:
+    """Return views of all heads in order: a rank's range is contiguous, and so are its stages within it."""
+    segments = [piece.segments() for piece in shards]
+    return [of_stage[rank] for rank in range(len(segments[0])) for of_stage in segments]
+
+
+class Gradients:
+    """The gradients of a layer while its stages go by: of the weights, the sinks and the input."""
+
+    def __init__(self, rank: RankPass, needs: dict[str, bool], sinks: Tensor | None) -> None:
+        self.rank, self.needs = rank, needs
+        self.weights: dict[str, Tensor] = {}
+        with label("gradient"):
+            self.sinks = torch.zeros_like(sinks) if sinks is not None and needs["sinks"] else None
+            if needs["o"]:
+                self.weights["o"] = torch.empty_like(rank.proj.o, memory_format=torch.contiguous_format)
+
+    def through_output(self, index: int, dy: Tensor, out_shards: ByRank) -> ByRank:
+        """Take dy ``[B, S, d]`` through the output projection of a stage; add to the gradients of o and its bias."""
+        rank, head_dim = self.rank, self.rank.layer.head_dim
+        heads_by_rank = rank.layer.schedule.stages[index].q_heads
+        heads = [head for of_rank in heads_by_rank for head in of_rank]
+        starts = [sum(map(len, heads_by_rank[:c])) for c in range(len(heads_by_rank))]
+        spans = [slice(start, start + len(of_rank)) for start, of_rank in zip(starts, heads_by_rank, strict=True)]
+        weight = take_heads(rank.proj.o, heads, head_dim, dim=1)  # [d, n*D]
+        with label("exchange.send"):
+            dout_shards = ByRank.empty(rank.x, out_shards.counts, rank.batch, rank.tokens, head_dim)
+        pieces, weight_sum, bias_sum = out_shards.segments(), TileSum(), TileSum()
+        wants_bias = self.needs["o_bias"] and index == 0
+        with label("attn.tile"):
+            for tokens in rank.tiles(max(weight.shape)):
+                dy_rows = dy[:, tokens]
+                rows = torch.matmul(dy_rows, weight).unflatten(-1, (-1, head_dim))
+                dout_shards.write(rows, tokens, spans, [0] * len(spans))
+                if self.needs["o"]:
+                    out_rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
+                    with label("gradient"):
+                        weight_sum.add(dy_rows.flatten(0, 1).t() @ out_rows)
+                if wants_bias:
+                    bias_sum.add(dy_rows.sum((0, 1), dtype=rank.wide))
+        with label("gradient"):
+            if self.needs["o"]:
+                put_heads(self.weights["o"], weight_sum.result(rank.x.dtype), heads, head_dim, dim=1)
+            if wants_bias:
+                self.weights["o_bias"] = bias_sum.result(rank.x.dtype)
+        return dout_shards
+
+    def through_input(self, dq_shards: list[ByRank], dkv_shards: list[tuple[ByRank, HeadsByRank]]) -> Tensor | None:
+        """Take dq, dk and dv of all heads through their projections: dx ``[B, S, d]`` and the gradients of weights."""
+        rank, schedule = self.rank, self.rank.layer.schedule
+        projections = {
+            "q": rank.head_projection("q", range(schedule.num_heads)),
+            "k": rank.head_projection("k", range(schedule.num_kv_heads)),
+            "v": rank.head_projection("v", range(schedule.num_kv_heads)),
+        }
+        sums: dict[str, TileSum] = {name: TileSum() for name in Projections.tensor_names() if self.needs[name]}
+        collect = _collector(dq_shards, dkv_shards, schedule)
+        with label("attn.dx"):
+            dx = torch.empty_like(rank.x, memory_format=torch.contiguous_format) if self.needs["x"] else None
+        with label("attn.tile"):
+            for tokens in rank.tiles((schedule.num_heads + 2 * schedule.num_kv_heads) * rank.layer.head_dim):
+                x_rows = rank.x[:, tokens]
+                dx_rows = None
+                for name, projection in projections.items():
+                    rotation = None if name == "v" else rank.rotation(tokens)
+                    grad, dnorm = projection.backward(collect(name, tokens), x_rows, rotation)  # [B*t, heads*D]
+                    self._add(sums, name, grad, x_rows, dnorm)
+                    if dx is not None:
+                        dx_rows = (
+                            grad @ projection.weight if dx_rows is None else dx_rows.addmm_(grad, projection.weight)
+                        )
+                if dx is not None and dx_rows is not None:
+                    dx[:, tokens] = dx_rows.view(x_rows.shape)
+        with label("gradient"):
+            for name, total in sums.items():
+                if name not in ("o", "o_bias"):
+                    weight = getattr(rank.proj, name)
+                    self.weights[name] = total.result(weight.dtype)
+        return dx
+
+    def _add(self, sums: dict[str, TileSum], name: str, grad: Tensor, x_rows: Tensor, dnorm: Tensor | None) -> None:
+        with label("gradient"):
+            if name in sums:
+                sums[name].add(grad.t() @ x_rows.flatten(0, 1))
+            if f"{name}_bias" in sums:
+                sums[f"{name}_bias"].add(grad.sum(0, dtype=self.rank.wide))
+            if f"{name}_norm" in sums and dnorm is not None:
+                sums[f"{name}_norm"].add(dnorm)
+
+
+def _collector(
+    dq_shards: list[ByRank], dkv_shards: list[tuple[ByRank, HeadsByRank]], schedule: HeadSchedule
+) -> Callable[[str, slice], Tensor]:
+    """Return a function of (q, k or v; tokens) that gathers ``[B, t, heads, D]`` from what the ranks returned."""
+    queries = natural_order(dq_shards)
+    kv_pieces: list[tuple[Sequence[int], Tensor]] = []
+    for rank in range(schedule.ranks):
+        for shards, done in dkv_shards:
+            kv_pieces.append((done[rank], shards.segments()[rank].unflatten(2, (2, -1))))
+    sent_once = sum(len(heads) for heads, _ in kv_pieces) == schedule.num_kv_heads
+
+    def collect(name: str, tokens: slice) -> Tensor:
+        if name == "q":
+            return torch.cat([piece[:, tokens] for piece in queries], dim=2)
+        pieces = [piece[:, tokens, "kv".index(name)] for _, piece in kv_pieces]
+        if sent_once:
+            return torch.cat(pieces, dim=2)
+        return sum_heads(pieces, [heads for heads, _ in kv_pieces], schedule.num_kv_heads)
+
+    return collect
