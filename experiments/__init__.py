@@ -1,1 +1,1 @@
-"""Programs over the library: training, the paper's tables, chunk sizes, planning. They import upipe, never the reverse."""
+"""Programs over the library: training, the paper's tables, chunk sizes, planning. upipe never imports them."""

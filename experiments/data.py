@@ -2,8 +2,8 @@
 
 Letters: B samples of this rank, T tokens of a sample (the whole sequence, before it is cut over context ranks).
 
-A corpus is one long array of token ids with document borders. Sample i is the window [i*T, (i+1)*T) of it, so windows do
-not overlap and the last one may be short: it is padded with masked labels, never dropped. Inside a window each token
+A corpus is one long array of token ids with document borders. Sample i is its window [i*T, (i+1)*T), so windows do not
+overlap and the last one may be short: it is padded with masked labels, never dropped. Inside a window each token
 predicts the next one; the first token of a window is predicted by nothing.
 
 Two halves in one file, because a reader of either asks for the other: where the tokens come from (to `split`), and how
@@ -202,8 +202,8 @@ def split(corpus: Corpus, held_out_fraction: float) -> tuple[Corpus, Corpus]:
     cut = num_tokens - round(num_tokens * held_out_fraction)
     if not 0 < cut < num_tokens:
         raise ValueError(
-            f"held_out_fraction={held_out_fraction} of the {num_tokens} tokens of {corpus.name} leaves a part without a "
-            "token; use another fraction or more text"
+            f"held_out_fraction={held_out_fraction} of the {num_tokens} tokens of {corpus.name} leaves a part without "
+            "a token; use another fraction or more text"
         )
     before, after = corpus.borders[corpus.borders < cut], corpus.borders[corpus.borders > cut]
     return (

@@ -124,7 +124,7 @@ def test_shifted_labels_pass_and_no_labels_are_made():
 
 
 def test_shards_do_not_keep_the_batch_alive():
-    batch = random_batch(1, 8) | {"cu_seqlens": torch.tensor([0, 8], dtype=torch.int32)}
+    batch = random_batch(1, 8) | {"position_ids": torch.arange(8), "mask": torch.ones(1, 8, 2, dtype=torch.bool)}
     for shard in (*run_ranks(shard_here, 2, batch, None), shard_batch(batch, group=None)):
         for name, value in shard.items():
             assert value.is_contiguous(), name

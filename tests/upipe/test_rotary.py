@@ -112,12 +112,13 @@ SCALINGS = {
         "beta_slow": 2,
         "original_max_position_embeddings": 4096,
     },
+    "wide ramp": {**YARN, "beta_fast": 256, "beta_slow": 0.1, "original_max_position_embeddings": 4096},
     "attention_factor": {**YARN, "attention_factor": 1.25, "mscale": 1.0, "mscale_all_dim": 0.5},
 }
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-@pytest.mark.parametrize(("theta", "head_dim", "part"), [(500_000.0, 128, 1.0), (10_000.0, 96, 0.5)])
+@pytest.mark.parametrize(("theta", "head_dim", "part"), [(500_000.0, 128, 1.0), (10_000.0, 96, 0.5), (50.0, 32, 1.0)])
 def test_frequencies_and_attention_factor_are_those_of_hugging_face(name, theta, head_dim, part):
     frequencies, factor, whole = hf_parameters(theta, head_dim, part, SCALINGS[name])
     # What Hugging Face stores in a config, with theta and the rotated part, is accepted as it is.

@@ -1,0 +1,100 @@
+"""Resumable checkpoints by torch.distributed.checkpoint: whole or absent, never torn.
+
+A checkpoint is written under a temporary name and renamed when every rank is done, so a run killed at any moment finds
+the last whole one. Any number of ranks can load it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from experiments.config import Config, flat
+from experiments.step import TrainingStep
+
+# What a checkpoint's weights and position in the data depend on. Method, ranks and length of training may change.
+BOUND = ("model.", "data.source", "data.sequence_length", "data.shuffle", "data.held_out_fraction", "train.seed")
+RUN_FILE = "run.json"
+
+
+class Checkpoints:
+    """The checkpoints of one output folder.
+
+    Args:
+        config: of this run.
+        folder: where they lie; made when the first is saved.
+    """
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.folder = folder
+        self.keep = config.train.keep_checkpoints
+        self.bound = {key: value for key, value in flat(config).items() if key.startswith(BOUND) and key != "model.name"}
+
+    def latest(self) -> Path | None:
+        """Return the newest whole checkpoint."""
+        found = sorted(self.folder.glob(f"step_*/{RUN_FILE}"))
+        return found[-1].parent if found else None
+
+    def save(self, step: int, training: TrainingStep, loader_state: dict[str, int]) -> None:
+        """Save after `step` steps; all ranks call it."""
+        target = self.folder / f"step_{step:08d}"
+        partial = self.folder / f".partial_{target.name}"
+        if dist.get_rank() == 0:
+            for leftover in self.folder.glob(".partial_*"):
+                shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+        dist.barrier()
+        model, optimizer = get_state_dict(training.decoder, training.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            run = {
+                "step": step,
+                "loader": loader_state,
+                "scheduler": training.scheduler.state_dict(),
+                "config": self.bound,
+            }
+            run["scheduler"].pop("lr_lambdas")
+            with (partial / RUN_FILE).open("w") as file:
+                json.dump(run, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            if target.exists():
+                shutil.rmtree(target)
+            partial.rename(target)
+            for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
+                shutil.rmtree(old)
+        dist.barrier()
+
+    def read_run(self, checkpoint: Path) -> dict[str, Any]:
+        """Return step, loader state and scheduler state of a checkpoint.
+
+        Raises:
+            ValueError: it is of another model or other data; the values are named.
+        """
+        run = json.loads((checkpoint / RUN_FILE).read_text())
+        differs = {key: (run["config"].get(key), value) for key, value in self.bound.items()}
+        differs = {key: pair for key, pair in differs.items() if pair[0] != pair[1]}
+        if differs:
+            listed = ", ".join(f"{key}={theirs} there and {ours} here" for key, (theirs, ours) in differs.items())
+            raise ValueError(
+                f"the checkpoint {checkpoint} is of another model or other data: {listed}; use another out=DIR or "
+                "the first run's values"
+            )
+        return run
+
+    def load(self, checkpoint: Path, training: TrainingStep, run: dict[str, Any]) -> None:
+        """Load weights, optimizer and scheduler; all ranks call it."""
+        model, optimizer = get_state_dict(training.decoder, training.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
+        set_state_dict(
+            training.decoder, training.optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
+        training.scheduler.load_state_dict(run["scheduler"] | {"lr_lambdas": [None]})

@@ -1,0 +1,48 @@
+"""What the commands share: a composed config, and errors that are one line and exit code 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import hydra
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+import paper_configs
+from experiments.config import Config, from_hydra
+
+# What a user can cause; anything else is a defect and keeps its traceback.
+USER_ERRORS = (ValueError, HydraException, OmegaConfBaseException)
+
+
+def compose(name: str, schema: type = Config) -> Any | None:
+    """Compose paper_configs/`name`.yaml with the command line into `schema`.
+
+    Returns:
+        The config, or None when the call asked only to print something (--help, --cfg job).
+
+    Raises:
+        USER_ERRORS: an unknown key or group, a wrong type, a value out of bounds.
+    """
+    composed: list[DictConfig] = []
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # hydra then raises instead of printing a traceback and exiting with 1
+    hydra.main(version_base="1.3", config_path=str(next(iter(paper_configs.__path__))), config_name=name)(
+        composed.append
+    )()
+    return from_hydra(composed[0], schema) if composed else None
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error's message as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    dropped = ("Set the environment variable", "full_key:", "object_type=", "reference_type=")
+    return " ".join(line for line in lines if not line.startswith(dropped)) or type(error).__name__
+
+
+def fail(message: str) -> NoReturn:
+    """Print one line and exit with 2."""
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(2)

@@ -1,0 +1,258 @@
+"""Train a small Llama-shaped decoder on real text, the sequence sharded over the ranks.
+
+torchrun --nproc-per-node 4 -m experiments.train
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from experiments.checkpoint import Checkpoints
+from experiments.cli import USER_ERRORS, compose, fail, one_line
+from experiments.config import Config, flat
+from experiments.data import Batches, Corpus, eval_batches, load_tokens, split
+from experiments.records import Record, RecordFile, commit, open_output, versions
+from experiments.step import NonFiniteError, StepResult, TrainingStep, build_mesh, build_step
+from upipe import memory
+
+HEADER = f"{'step':>6}  {'loss (nll)':>10}  {'grad norm':>9}  {'tokens/s':>9}  {'live peak':>10}  {'lr':>8}"
+
+
+def main() -> None:
+    error, config = None, None
+    try:
+        config = compose("train")
+    except USER_ERRORS as caught:
+        error = one_line(caught)
+    if config is None and error is None:
+        return
+    join_ranks()
+    try:
+        agree(error)
+        check_same_config(config)
+        Training(config).run()
+    except NonFiniteError as caught:
+        fail_together(str(caught))
+    except KeyboardInterrupt:
+        if dist.get_rank() == 0:
+            print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
+        raise SystemExit(130) from None
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def join_ranks() -> None:
+    """Join the ranks that torchrun started, or make a group of one."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" in os.environ:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def agree(error: str | None) -> None:
+    """End all ranks together, with one line, when any of them has an error."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    failed = [rank for rank, text in enumerate(errors) if text is not None]
+    if not failed:
+        return
+    text = errors[failed[0]]
+    where = "" if len(failed) == len(errors) else f"rank {failed[0]}: "
+    fail_together(f"{where}{text}")
+
+
+def fail_together(message: str) -> None:
+    """Exit with 2 on every rank; rank 0 prints the line."""
+    if dist.get_rank() == 0:
+        fail(message)
+    raise SystemExit(2)
+
+
+def check_same_config(config: Config) -> None:
+    """End all ranks when they were started with different configs."""
+    configs: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(configs, flat(config))
+    for rank, other in enumerate(configs):
+        keys = [key for key, value in configs[0].items() if other[key] != value]
+        if keys:
+            listed = ", ".join(f"{key}={configs[0][key]} on rank 0 and {other[key]} on rank {rank}" for key in keys)
+            fail_together(f"ranks were started with different configs: {listed}; start all with the same command")
+
+
+class Training:
+    """One run: what it reads, what it trains, what it writes."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.leader = dist.get_rank() == 0
+        self.ranks = dist.get_world_size()
+        self.commit, self.versions = commit(), versions()
+        error = None
+        try:
+            self._set_up()
+        except USER_ERRORS as caught:
+            error = one_line(caught)
+        agree(error)
+
+    def _set_up(self) -> None:
+        config = self.config
+        self.out = open_output(config.out)
+        self.checkpoints = Checkpoints(config, self.out / "checkpoints")
+        resumed = self.checkpoints.latest()
+        run = None if resumed is None else self.checkpoints.read_run(resumed)
+        corpus = load_tokens(config.data.source, config.model.vocab, token_dtype=config.data.token_dtype)
+        train_part, self.held_out = split(corpus, config.data.held_out_fraction)
+        mesh = build_mesh(config)
+        self.shards, self.shard = mesh["data"].size(), mesh["data"].get_local_rank()
+        self.loader = self._batches(train_part)
+        self.held_out_batches()  # raises now, not at the first evaluation
+        self.training: TrainingStep = build_step(config, mesh)
+        self.records = RecordFile(self.out / "records.jsonl")
+        self.step, self.live_peak = 0, None
+        if run is not None and resumed is not None:
+            self.checkpoints.load(resumed, self.training, run)
+            self.loader.load_state_dict(run["loader"])
+            self.step = run["step"]
+        if self.leader:
+            self.records.truncate_after(self.step)
+
+    def _batches(self, corpus: Corpus) -> Batches:
+        data, train = self.config.data, self.config.train
+        return Batches(
+            corpus,
+            sequence_length=data.sequence_length,
+            batch_size=data.batch_size // train.accumulation,
+            seed=train.seed,
+            shuffle=data.shuffle,
+            documents=data.documents,
+            num_shards=self.shards,
+            shard=self.shard,
+        )
+
+    def held_out_batches(self) -> Iterator[dict[str, torch.Tensor]]:
+        data, train = self.config.data, self.config.train
+        size = data.batch_size // train.accumulation
+        return eval_batches(
+            self.held_out,
+            sequence_length=data.sequence_length,
+            batch_size=size,
+            limit=train.eval_batches * size,
+            documents=data.documents,
+            num_shards=self.shards,
+            shard=self.shard,
+        )
+
+    def run(self) -> None:
+        train = self.config.train
+        console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        columns = TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        show = self.leader and console.is_terminal
+        with Progress(*columns, console=console, disable=not show, transient=True) as progress:
+            task = progress.add_task("training", total=train.steps, completed=self.step)
+            self.say(console, self._title())
+            self.say(console, HEADER)
+            while self.step < train.steps:
+                self._one_step(console)
+                progress.update(task, completed=self.step)
+                last = self.step == train.steps
+                if train.eval_every and (self.step % train.eval_every == 0 or last):
+                    self._evaluate(console)
+                if self.step % train.save_every == 0 or last:
+                    self.checkpoints.save(self.step, self.training, self.loader.state_dict())
+        self.say(console, f"records and checkpoints are in {self.out}")
+
+    def _title(self) -> str:
+        config = self.config
+        where = f"from step {self.step}" if self.step else "from the beginning"
+        return (
+            f"{config.model.name}, method {config.method.name}, {self.ranks} ranks "
+            f"({self.shards} data x {self.ranks // self.shards} context), {config.data.sequence_length} tokens, {where}"
+        )
+
+    def say(self, console: Console, line: str) -> None:
+        if self.leader:
+            console.print(line, markup=False)
+
+    def _one_step(self, console: Console) -> None:
+        started = time.perf_counter()
+        batches = [self.loader.next_batch() for _ in range(self.config.train.accumulation)]
+        try:
+            result = self._measured(lambda: self.training(batches))
+        except NonFiniteError as caught:
+            last = self.checkpoints.latest()
+            kept = "no checkpoint was written yet" if last is None else f"the last good checkpoint is {last}"
+            raise NonFiniteError(f"step {self.step + 1}: {caught}; {kept}; lower train.lr or check the data") from None
+        seconds = time.perf_counter() - started
+        self.step += 1
+        lr = self.training.scheduler.get_last_lr()[0]
+        speed = result.tokens / seconds
+        peak = "-" if self.live_peak is None else f"{self.live_peak / 2**20:.1f} MiB"
+        self.say(
+            console,
+            f"{self.step:6d}  {result.nll:10.6f}  {result.grad_norm:9.4f}  {speed:9.0f}  {peak:>10}  {lr:8.2e}",
+        )
+        self._record(
+            "nll",
+            result.nll,
+            split="train",
+            grad_norm=result.grad_norm,
+            valid_tokens=result.valid_tokens,
+            lr=lr,
+            tokens_per_s_per_rank=speed / self.ranks,
+            live_peak_bytes=self.live_peak,
+        )
+
+    def _measured(self, step: Any) -> StepResult:
+        """Run a step; on CUDA read the allocator, on CPU trace every trace_every-th step."""
+        every = self.config.train.trace_every
+        if self.config.hardware.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            result = step()
+            self.live_peak = torch.cuda.max_memory_allocated()
+            return result
+        if not every or self.step % every:
+            return step()
+        results: list[StepResult] = []
+        timeline = memory.trace(lambda: results.append(step()))
+        self.live_peak = timeline.peak_bytes
+        return results[0]
+
+    def _evaluate(self, console: Console) -> None:
+        nll = self.training.evaluate(self.held_out_batches())
+        self.say(console, f"{self.step:6d}  {nll:10.6f}  on held-out text")
+        self._record("nll", nll, split="held_out")
+
+    def _record(self, quantity: str, value: float, **extra: Any) -> None:
+        if self.leader:
+            self.records.append(
+                Record(
+                    experiment=self.config.name,
+                    method=self.config.method.name,
+                    model=self.config.model.name,
+                    hardware=self.config.hardware.name,
+                    length_tokens=self.config.data.sequence_length,
+                    quantity=quantity,
+                    value=value,
+                    commit=self.commit,
+                    versions=self.versions,
+                    extra={"step": self.step, "ranks": self.ranks, **extra},
+                )
+            )
+
+
+if __name__ == "__main__":
+    main()
