@@ -177,7 +177,7 @@ class HeadProjection:
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None) -> Tensor:
         """Project a tile ``[B, t, d]`` to ``[B, t, n, D]``; rotation is cos and sin ``[t, R/2]`` or ``[B, t, R/2]``."""
-        rows = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim))
+        rows = self._linear(x)
         if self.norm is None and rotation is None:
             return rows
         wide = rows.to(accumulate_dtype(rows.dtype))
@@ -197,13 +197,18 @@ class HeadProjection:
         if rotation is not None:
             grad = rotate_transposed(grad, *rotation)
         if self.norm is not None:
-            raw = F.linear(x, self.weight, self.bias).unflatten(-1, (-1, self.head_dim)).to(grad.dtype)
+            raw = self._linear(x).to(grad.dtype)
             inverse = self._inverse_rms(raw)
             unit = raw.mul_(inverse) if raw.dtype != x.dtype else raw * inverse
             dnorm = (grad * unit).sum((0, 1, 2))
             grad = grad * self.norm
             grad = inverse * (grad - unit * (grad * unit).mean(-1, keepdim=True))
         return grad.to(x.dtype).flatten(2).flatten(0, 1), dnorm
+
+    def _linear(self, x: Tensor) -> Tensor:
+        # As one matrix: a strided tile with a batch dim would become a batched product, which is slower.
+        rows = F.linear(x.flatten(0, 1), self.weight, self.bias)
+        return rows.view(x.shape[0], x.shape[1], -1, self.head_dim)
 
     def _inverse_rms(self, wide: Tensor) -> Tensor:
         return torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)

@@ -26,11 +26,11 @@ from upipe.schedule import HeadSchedule
 
 HeadsByRank = Sequence[Sequence[int]]
 
-# A token tile is bounded by the fp32 bytes of its widest rows and by a share of the sequence, so that its temporaries
-# stay small beside a stage's buffers at every length.
+# A token tile is bounded by the fp32 bytes of its widest rows and by a share of all heads' rows, so that its temporaries
+# stay small beside the layer's own tensors at every length; below MIN_TILE_TOKENS a GEMM is slow.
 TILE_BYTES = 64 * 2**20
-TILE_SHARE = 16
-MIN_TILE_TOKENS = 128
+TILE_SHARE = 8
+MIN_TILE_TOKENS = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,8 @@ class RankPass:
     def tiles(self, columns: int) -> Iterator[slice]:
         """Cut this rank's tokens into tiles whose rows have `columns` entries."""
         most = TILE_BYTES // (self.batch * columns * self.wide.itemsize)
-        size = max(MIN_TILE_TOKENS, min(most, -(-self.tokens // TILE_SHARE)))
+        share = self.tokens * max(self.proj.o.shape) // (TILE_SHARE * columns)
+        size = max(MIN_TILE_TOKENS, min(most, share))
         for start in range(0, self.tokens, size):
             yield slice(start, min(start + size, self.tokens))
 
@@ -140,8 +141,8 @@ class RankPass:
             y = self.x.new_empty(self.batch, self.tokens, self.hidden)
         with label("attn.tile"):
             for tokens in self.tiles(self.proj.o.shape[1]):
-                rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2)
-                y[:, tokens] = F.linear(rows, self.proj.o, self.proj.o_bias)
+                rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
+                y[:, tokens] = F.linear(rows, self.proj.o, self.proj.o_bias).view(self.batch, -1, self.hidden)
         return y
 
 
@@ -176,15 +177,15 @@ class Gradients:
         wants_bias = self.needs["o_bias"] and index == 0
         with label("attn.tile"):
             for tokens in rank.tiles(max(weight.shape)):
-                dy_rows = dy[:, tokens]
-                rows = torch.matmul(dy_rows, weight).unflatten(-1, (-1, head_dim))
+                dy_rows = dy[:, tokens].flatten(0, 1)
+                rows = (dy_rows @ weight).view(rank.batch, -1, len(heads), head_dim)
                 dout_shards.write(rows, tokens, spans, [0] * len(spans))
                 if self.needs["o"]:
                     out_rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
                     with label("gradient"):
-                        weight_sum.add(dy_rows.flatten(0, 1).t() @ out_rows)
+                        weight_sum.add(dy_rows.t() @ out_rows)
                 if wants_bias:
-                    bias_sum.add(dy_rows.sum((0, 1), dtype=rank.wide))
+                    bias_sum.add(dy_rows.sum(0, dtype=rank.wide))
         with label("gradient"):
             if self.needs["o"]:
                 put_heads(self.weights["o"], weight_sum.result(rank.x.dtype), heads, head_dim, dim=1)

@@ -77,7 +77,8 @@ def make_inputs(case: Case, ranks: int, dtype: torch.dtype = torch.float64) -> I
         weights |= {"q_norm": 1 + random(case.head_dim, gain=0.3), "k_norm": 1 + random(case.head_dim, gain=0.3)}
     positions = torch.arange(tokens)
     if case.row_positions:
-        positions = positions[None] + 7 * torch.arange(case.batch)[:, None] ** 2
+        # Stretched, not shifted: rotary does not see a shift.
+        positions = positions[None] * (1 + torch.arange(case.batch)[:, None]) + 7
     cu_seqlens = None
     if case.documents is not None:
         inner = [border * tokens // 1000 for border in case.documents]

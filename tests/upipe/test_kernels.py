@@ -3,13 +3,15 @@
 import importlib.machinery
 import importlib.util
 import logging
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from types import ModuleType
 from typing import Any
 from unittest import mock
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -92,7 +94,9 @@ def truth(problem: Problem, tensors: Tensors) -> dict[str, Tensor]:
         scale=SCALE,
     )
     grads = torch.autograd.grad(out, list(leaves.values()), tensors.dout.double())
-    return {"out": out, "lse": lse} | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {"out": out.detach(), "lse": lse.detach()} | {
+        f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)
+    }
 
 
 def run(kernel: Kernel, problem: Problem, tensors: Tensors) -> dict[str, Tensor]:
@@ -393,14 +397,19 @@ def test_fake_tensor_stands_for_another_machine():
     with mock.patch.object(flash, "installed_version", return_value=None):
         assert select_kernel("flash", AttentionMask(window=5), fake).name == "flash"
         assert select_kernel("auto", AttentionMask(), fake).name == "sdpa"
-        with pytest.raises(ValueError, match="float16 or bfloat16, not torch.float32"):
+        with pytest.raises(ValueError, match=r"float16 or bfloat16, not torch\.float32"):
             select_kernel("flash", AttentionMask(), fake.float())
 
 
 @pytest.mark.parametrize(
     ("name", "mask", "tensor", "message"),
     [
-        ("flash", "causal", like(torch.float64), "it needs float16 or bfloat16, not torch.float64; choose auto or sdpa"),
+        (
+            "flash",
+            "causal",
+            like(torch.float64),
+            "it needs float16 or bfloat16, not torch.float64; choose auto",
+        ),
         ("flash", "causal", like(), "it runs on cuda, not cpu; choose auto or sdpa, blocked, reference"),
         ("flash", "causal", like(head_dim=60), "head_dim must be a multiple of 8 up to 256, not 60"),
         ("flash", "causal", like(head_dim=264), "head_dim must be a multiple of 8 up to 256, not 264"),
@@ -409,13 +418,18 @@ def test_fake_tensor_stands_for_another_machine():
         ("sdpa", "softcap", like(), "it covers causal and full attention, not softcap; choose auto or blocked"),
         ("sdpa", "causal", like(device="meta"), "it runs on cpu and cuda, not meta; choose auto or blocked"),
         ("sdpa", "causal", like_on_cuda(torch.float32), "on cuda it needs float16 or bfloat16, not torch.float32"),
-        ("sdpa", "causal", like_on_cuda(torch.float16, 12), "on cuda head_dim must be a multiple of 8 up to 256, not 12"),
+        (
+            "sdpa",
+            "causal",
+            like_on_cuda(torch.float16, 12),
+            "on cuda head_dim must be a multiple of 8 up to 256, not 12",
+        ),
         ("blocked", "causal", like(torch.int64), "torch.int64 is not a floating dtype"),
         ("reference", "causal", like(torch.int64), "torch.int64 is not a floating dtype"),
     ],
 )
 def test_refusals(name, mask, tensor, message):
-    with pytest.raises(ValueError, match=f"^kernel='{name}' cannot do this: {message}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'kernel={name!r} cannot do this: {message}')}"):
         select_kernel(name, CHOICES[mask][0], tensor)
 
 
@@ -428,9 +442,11 @@ def test_flash_that_is_not_installed_says_how_to_install_it():
 
 
 def test_unknown_kernel_and_dtype():
-    with pytest.raises(ValueError, match="^kernel='triton' is not known; choose auto, flash, sdpa, blocked, reference$"):
+    with pytest.raises(
+        ValueError, match=r"^kernel='triton' is not known; choose auto, flash, sdpa, blocked, reference$"
+    ):
         select_kernel("triton", AttentionMask(), like())
-    with pytest.raises(ValueError, match="^no kernel covers torch.int32 on cpu; use a floating dtype$"):
+    with pytest.raises(ValueError, match=r"^no kernel covers torch\.int32 on cpu; use a floating dtype$"):
         select_kernel("auto", AttentionMask(), like(torch.int32))
 
 
@@ -477,24 +493,34 @@ def test_workspace_on_cuda():
 
 
 class PeakBytes(TorchDispatchMode):
-    """The largest sum of bytes in storages made under the mode that are alive at once."""
+    """The largest sum of bytes in storages made under the mode and alive at once."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self._alive, self._sizes = 0, WeakSet(), {}
+        self.peak = 0
+        self._alive: WeakSet[Any] = WeakSet()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
+        inputs = {a.untyped_storage()._cdata for a in args if isinstance(a, Tensor)}
         for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                key = storage._cdata
-                if key not in self._sizes:
-                    self._sizes[key] = storage.nbytes()
-                    ref(storage)
-                    self._alive.add(storage)
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata not in inputs:
+                self._alive.add(value.untyped_storage())
         self.peak = max(self.peak, sum(storage.nbytes() for storage in self._alive))
         return result
+
+
+@pytest.mark.parametrize("rows", [3, 48])
+@pytest.mark.parametrize("name", ["blocked", "reference"])
+def test_declared_workspace_is_what_is_allocated(name, rows):
+    problem = Problem(tokens=48, heads=8, kv_heads=2, head_dim=8, strided=False)
+    with mock.patch.object(blocked, "SCORE_BYTES", rows * 4 * 2 * 8 * 48):
+        for op, arguments in op_arguments(BY_NAME[name], problem, torch.bfloat16):
+            declared = workspace_bytes(op._opoverload, arguments, {})
+            with PeakBytes() as seen:
+                results = op._init_fn(*arguments)
+            measured = seen.peak - sum(t.nbytes for t in results)
+            assert 0.8 * measured <= declared <= 1.2 * measured, (op, declared, measured)
 
 
 # flash-attn through stand-ins: the real signatures, numbers from a dense mask in flash-attn's own convention
@@ -513,53 +539,62 @@ def flash_mask(length: int, causal: bool, left: int, right: int) -> Tensor:
     return seen
 
 
-def flash_dense(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int, right: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    group = q.shape[2] // k.shape[2]
-    k, v = (t.repeat_interleave(group, dim=2) for t in (k, v))
-    logits = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~flash_mask(q.shape[1], causal, left, right), -torch.inf)
-    return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), v), logits.logsumexp(-1)
+@dataclass(frozen=True)
+class FlashCall:
+    """What both versions compute, in the arguments they share; a document at a time where there are borders."""
 
+    softmax_scale: float
+    causal: bool
+    window_size_left: int
+    window_size_right: int
+    softcap: float
 
-def flash_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest) -> tuple[Tensor, Tensor]:
-    assert q.dim() == k.dim() == v.dim() == 3
-    assert torch.equal(cu_seqlens_q, cu_seqlens_k)
-    assert cu_seqlens_q.dtype == torch.int32
-    assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
-    borders = cu_seqlens_q.tolist()
-    parts = [
-        flash_dense(q[None, a:b], k[None, a:b], v[None, a:b], *rest)
-        for a, b in zip(borders[:-1], borders[1:], strict=True)
-        if b > a
-    ]
-    return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], dim=-1)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, borders: tuple[Any, ...] = ()) -> tuple[Tensor, Tensor]:
+        if not borders:
+            logits, _, _, vr = self._logits(q, k, v)
+            return torch.einsum("bhqk,bkhd->bqhd", logits.softmax(-1), vr), logits.logsumexp(-1)
+        parts = [self.forward(*(t[None, tokens] for t in (q, k, v))) for tokens in self._documents(q, *borders)]
+        return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], dim=-1)
 
+    def backward(self, given: dict[str, Tensor], borders: tuple[Any, ...] = ()) -> None:
+        names = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")
+        tensors = [given[name] for name in names]
+        assert given["softmax_lse"].is_contiguous()
+        assert all(t.is_contiguous() for t in tensors[6:])
+        if not borders:
+            self._write(*tensors)
+            return
+        for tokens in self._documents(given["q"], *borders):
+            lse = given["softmax_lse"][None, :, tokens]
+            self._write(*(lse if name == "softmax_lse" else given[name][None, tokens] for name in names))
 
-def write_gradients(forward: Callable[..., tuple[Tensor, Tensor]], tensors: dict[str, Tensor]) -> None:
-    """From the out and lse given, as the real kernels do: with sinks they are not those of `forward`."""
-    dout, q, k, v = (tensors[name].detach() for name in ("dout", "q", "k", "v"))
-    with torch.enable_grad():
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        out, lse = forward(*leaves)
-        heads_last = tensors["softmax_lse"].transpose(-1, -2)[..., None]
-        # d out' with out' = out * exp(lse - lse'): the softmax over the logits and a sink that stays as it is.
-        ours = out * torch.exp(lse.transpose(-1, -2)[..., None] - torch.logaddexp(*sink_and(lse, heads_last)))
-        assert torch.allclose(ours, tensors["out"], atol=1e-9), "out is not the forward's"
-        grads = torch.autograd.grad(ours, leaves, dout)
-    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
-        assert tensors[name].is_contiguous()
-        tensors[name].copy_(grad)
+    def _write(self, dout, q, k, v, out, lse, dq, dk, dv) -> None:
+        logits, capped, kr, vr = self._logits(q, k, v)
+        probabilities = torch.exp(logits - lse[..., None])
+        ds = torch.einsum("bqhd,bkhd->bhqk", dout, vr) - (dout * out).sum(-1).transpose(1, 2)[..., None]
+        ds = ds * probabilities * self.softmax_scale
+        if self.softcap:
+            ds = ds * (1 - (capped / self.softcap) ** 2)
+        group = (-1, q.shape[2] // k.shape[2])
+        dq.copy_(torch.einsum("bhqk,bkhd->bqhd", ds, kr))
+        dk.copy_(torch.einsum("bhqk,bqhd->bkhd", ds, q).unflatten(2, group).sum(3))
+        dv.copy_(torch.einsum("bhqk,bqhd->bkhd", probabilities, dout).unflatten(2, group).sum(3))
 
+    def _logits(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        kr, vr = (t.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for t in (k, v))
+        logits = torch.einsum("bqhd,bkhd->bhqk", q, kr) * self.softmax_scale
+        if self.softcap:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        seen = flash_mask(q.shape[1], self.causal, self.window_size_left, self.window_size_right)
+        return logits.masked_fill(~seen, -torch.inf), logits, kr, vr
 
-def sink_and(lse: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """The lse without the sink, differentiable, and the sink's own logit, constant: together they make `total`."""
-    own = lse.transpose(-1, -2)[..., None]
-    rest = torch.log(torch.clamp(torch.exp(total) - torch.exp(own.detach()), min=0))
-    return own, rest
+    @staticmethod
+    def _documents(q, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> list[slice]:
+        assert q.dim() == 3
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        assert cu_seqlens_q.dtype == torch.int32
+        assert max_seqlen_q == max_seqlen_k == int(cu_seqlens_q.diff().max())
+        return [slice(a, b) for a, b in pairwise(cu_seqlens_q.tolist()) if b > a]
 
 
 def flash_attn_2() -> dict[str, ModuleType]:
@@ -577,7 +612,8 @@ def flash_attn_2() -> dict[str, ModuleType]:
         return_softmax,
     ):
         assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
-        out, lse = flash_dense(q, k, v, softmax_scale, causal, window_size_left, window_size_right, softcap)
+        call = FlashCall(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        out, lse = call.forward(q, k, v)
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_varlen_forward(
@@ -601,10 +637,8 @@ def flash_attn_2() -> dict[str, ModuleType]:
         seqused_k=None,
     ):
         assert (dropout_p, alibi_slopes, return_softmax) == (0.0, None, False)
-        borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        out, lse = flash_packed(
-            q, k, v, *borders, softmax_scale, causal, window_size_left, window_size_right, softcap
-        )
+        call = FlashCall(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        out, lse = call.forward(q, k, v, (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_backward(
@@ -628,8 +662,8 @@ def flash_attn_2() -> dict[str, ModuleType]:
         rng_state=None,
     ):
         assert (dropout_p, alibi_slopes, deterministic, rng_state) == (0.0, None, False, None)
-        rest = softmax_scale, causal, window_size_left, window_size_right, softcap
-        write_gradients(lambda q, k, v: flash_dense(q, k, v, *rest), locals())
+        call = FlashCall(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        call.backward(locals())
 
     def _flash_attn_varlen_backward(
         dout,
@@ -657,9 +691,8 @@ def flash_attn_2() -> dict[str, ModuleType]:
         zero_tensors=False,
     ):
         assert (dropout_p, alibi_slopes, deterministic, rng_state) == (0.0, None, False, None)
-        borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-        rest = softmax_scale, causal, window_size_left, window_size_right, softcap
-        write_gradients(lambda q, k, v: flash_packed(q, k, v, *borders, *rest), locals())
+        call = FlashCall(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        call.backward(locals(), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
     return {
         "flash_attn": module("flash_attn"),
@@ -711,11 +744,9 @@ def flash_attn_3() -> dict[str, ModuleType]:
         pack_gqa=None,
         sm_margin=0,
     ):
-        rest = softmax_scale, causal, window_size_left, window_size_right, softcap
-        if cu_seqlens_q is None:
-            out, lse = flash_dense(q, k, v, *rest)
-        else:
-            out, lse = flash_packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest)
+        call = FlashCall(softmax_scale, causal, window_size_left, window_size_right, softcap)
+        borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        out, lse = call.forward(q, k, v, () if cu_seqlens_q is None else borders)
         return out, lse, torch.empty(0), torch.empty(0)
 
     def _flash_attn_backward(
@@ -743,12 +774,9 @@ def flash_attn_3() -> dict[str, ModuleType]:
         sm_margin=0,
     ):
         assert (sequed_q, sequed_k, deterministic, sm_margin) == (None, None, False, 0)
-        rest = softmax_scale, is_causal, window_size_left, window_size_right, softcap
-        if cu_seqlens_q is None:
-            write_gradients(lambda q, k, v: flash_dense(q, k, v, *rest), locals())
-        else:
-            borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-            write_gradients(lambda q, k, v: flash_packed(q, k, v, *borders, *rest), locals())
+        call = FlashCall(softmax_scale, is_causal, window_size_left, window_size_right, softcap)
+        borders = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        call.backward(locals(), () if cu_seqlens_q is None else borders)
 
     return {"flash_attn_interface": module("flash_attn_interface", _flash_attn_forward, _flash_attn_backward)}
 
@@ -781,7 +809,7 @@ def test_installed_version_imports_nothing():
     )
 
 
-on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def check_on_cuda(kernel: Kernel, problem: Problem) -> None:
@@ -794,7 +822,7 @@ def check_on_cuda(kernel: Kernel, problem: Problem) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("feature", FEATURES)
 def test_flash_on_cuda(feature):
     if flash.installed_version() is None:
@@ -803,7 +831,7 @@ def test_flash_on_cuda(feature):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("feature", COVERED_BY_SDPA)
 def test_sdpa_on_cuda(feature):
     check_on_cuda(BY_NAME["sdpa"], replace(FEATURES[feature], head_dim=64))
