@@ -35,7 +35,9 @@ class Checkpoints:
     def __init__(self, config: Config, folder: Path) -> None:
         self.folder = folder
         self.keep = config.train.keep_checkpoints
-        self.bound = {key: value for key, value in flat(config).items() if key.startswith(BOUND) and key != "model.name"}
+        self.bound = {
+            key: value for key, value in flat(config).items() if key.startswith(BOUND) and key != "model.name"
+        }
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint."""
@@ -94,7 +96,5 @@ class Checkpoints:
         """Load weights, optimizer and scheduler; all ranks call it."""
         model, optimizer = get_state_dict(training.decoder, training.optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
-        set_state_dict(
-            training.decoder, training.optimizer, model_state_dict=model, optim_state_dict=optimizer
-        )
+        set_state_dict(training.decoder, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
         training.scheduler.load_state_dict(run["scheduler"] | {"lr_lambdas": [None]})

@@ -203,8 +203,10 @@ class _Headwise(torch.autograd.Function):
                 if needs["sinks"]:
                     layer.local.sink_gradient(index, dout, out, lse, grads.sinks)
                 with label("attn.dqkv"):
-                    dq = layer.local.backward(index, dout, q, held, out, lse, dkv)
+                    dq, found = layer.local.backward(index, dout, q, held, out, lse)
                     del q, out, lse, dout
+                    while found:
+                        dkv.add(index, found.pop(0))
                     dq_shards.append(head_to_seq(dq, rank.query_counts(index), layer.group))
                     done = layer.schedule.done_kv_heads(index)
                     if any(done):

@@ -15,8 +15,10 @@ from upipe.kernels import Kernel, accumulate_dtype, sink_gradient
 from upipe.mask import AttentionMask
 from upipe.schedule import HeadSchedule
 
-# K and V ``[B, T, 2, n, D]`` that arrived together, by the stage of their arrival.
-HeldKV = dict[int, Tensor]
+# K and V, each ``[B, T, n, D]``, that arrived together, by the stage of their arrival.
+HeldKV = dict[int, tuple[Tensor, Tensor]]
+# KV heads, and their dK and dV ``[B, T, n, D]``.
+KVGradient = tuple[Sequence[int], Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -49,10 +51,11 @@ class LocalAttention:
         return out, lse
 
     def backward(
-        self, index: int, dout: Tensor, q: Tensor, held: HeldKV, out: Tensor, lse: Tensor, grads: KVGradients
-    ) -> Tensor:
-        """Return dq ``[B, T, H, D]`` of stage `index` and add dK and dV of its KV heads to `grads`."""
+        self, index: int, dout: Tensor, q: Tensor, held: HeldKV, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, list[KVGradient]]:
+        """Return dq ``[B, T, H, D]`` of stage `index`, and dK and dV of its KV heads in order."""
         calls = self.schedule.kernel_calls(index, self.rank)
+        found: list[KVGradient] = []
         dq = q.new_empty(q.shape) if len(calls) != 1 else None
         for call in calls:
             heads = call.q_heads
@@ -67,13 +70,12 @@ class LocalAttention:
                 self._mask(index, heads),
                 self.scale,
             )
-            arrived = self.schedule.stages[call.arrival].new_kv_heads[self.rank][call.kv_heads]
-            grads.add(index, arrived, dk, dv)
+            found.append((self.schedule.stages[call.arrival].new_kv_heads[self.rank][call.kv_heads], dk, dv))
             if dq is None:
-                return part
+                return part, found
             dq[:, :, heads] = part
         assert dq is not None
-        return dq
+        return dq, found
 
     def sink_gradient(self, index: int, dout: Tensor, out: Tensor, lse: Tensor, dsinks: Tensor) -> None:
         """Write the gradient of the sinks of this rank's heads of stage `index` into `dsinks`, one entry a head."""
@@ -91,8 +93,8 @@ class LocalAttention:
         return {arrival: kv for arrival, kv in held.items() if arrival in needed}
 
     def _kv(self, held: HeldKV, arrival: int, heads: slice) -> tuple[Tensor, Tensor]:
-        kv = held[arrival]
-        return kv[:, :, 0, heads], kv[:, :, 1, heads]
+        k, v = held[arrival]
+        return k[:, :, heads], v[:, :, heads]
 
     def _mask(self, index: int, heads: slice) -> AttentionMask:
         """Return the mask with its sinks cut to the heads of one call."""
@@ -114,8 +116,9 @@ class KVGradients:
         self._rank = rank
         self._sums: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def add(self, index: int, heads: Sequence[int], dk: Tensor, dv: Tensor) -> None:
-        """Add what stage `index` found for `heads`: dk and dv ``[B, T, n, D]``."""
+    def add(self, index: int, gradient: KVGradient) -> None:
+        """Add what stage `index` found for some heads."""
+        heads, dk, dv = gradient
         stage = self._schedule.stages[index]
         done = self._schedule.done_kv_heads(index)[self._rank]
         for i, head in enumerate(heads):
@@ -131,8 +134,8 @@ class KVGradients:
                 self._sums[head] = first, second
 
     def take(self, heads: Sequence[int], like: Tensor) -> Tensor:
-        """Take `heads` out as dK and dV ``[B, T, 2, n, D]`` in the dtype of `like` ``[B, T, ...]``."""
-        batch, tokens, *_, head_dim = like.shape
+        """Take `heads` out as dK and dV ``[B, T, 2, n, D]`` in the dtype of `like` ``[B, T, heads, D]``."""
+        batch, tokens, _, head_dim = like.shape
         packed = like.new_empty(batch, tokens, 2, len(heads), head_dim)
         for i, head in enumerate(heads):
             for which, total in enumerate(self._sums.pop(head)):

@@ -26,8 +26,8 @@ from upipe.schedule import HeadSchedule
 
 HeadsByRank = Sequence[Sequence[int]]
 
-# A token tile is bounded by the fp32 bytes of its widest rows and by a share of all heads' rows, so that its temporaries
-# stay small beside the layer's own tensors at every length; below MIN_TILE_TOKENS a GEMM is slow.
+# A token tile is bounded by the fp32 bytes of its widest rows and by a share of all heads' rows, so that its
+# temporaries stay small beside the layer's own tensors at every length; below MIN_TILE_TOKENS a GEMM is slow.
 TILE_BYTES = 64 * 2**20
 TILE_SHARE = 8
 MIN_TILE_TOKENS = 256
@@ -114,7 +114,8 @@ class RankPass:
         with label("attn.kv"):
             kv = seq_to_head(shards, self.layer.group).unflatten(2, (2, -1))  # [B, T, 2, n, D]
         if arriving[self.layer.local.rank]:
-            held[index] = kv
+            k, v = kv.unbind(2)
+            held[index] = k, v
 
     def _project(self, heads_by_rank: HeadsByRank, names: Sequence[str]) -> ByRank:
         heads = sorted({head for heads in heads_by_rank for head in heads})

@@ -7,6 +7,7 @@ heads, K KV heads, D head size.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from upipe.collectives import ByRank, group_rank, group_size, head_to_seq, seq_to_head, sum_heads
 from upipe.kernels import select_kernel
-from upipe.local_attention import KVGradients, LocalAttention
+from upipe.local_attention import LocalAttention
 from upipe.mask import AttentionMask
 from upipe.memory.label import label
 from upipe.schedule import HeadSchedule
@@ -70,101 +71,110 @@ def ulysses_attention(
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}; convert one of them"
             )
-    ranks = group_size(group)
+    ranks, rank = group_size(group), group_rank(group)
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     mask.check(batch=q.shape[0], tokens=ranks * q.shape[1], num_heads=num_heads)
     local = LocalAttention(
         schedule=HeadSchedule.build(num_heads, num_kv_heads, ranks, num_heads),
-        rank=group_rank(group),
+        rank=rank,
         kernel=select_kernel(kernel, mask, q),
         mask=mask.with_sinks(None),
         scale=1 / math.sqrt(q.shape[3]) if scale is None else scale,
     )
-    out: Tensor = _Ulysses.apply(q, k, v, mask.sinks, local, group)
+    stage = local.schedule.stages[0]
+    queries, keys = Shares(stage.q_heads, num_heads, group), Shares(stage.kv_heads, num_kv_heads, group)
+    with label("attn.q"):
+        q = _ToHeads.apply(q, queries)
+    with label("attn.kv"):
+        k, v = _ToHeads.apply(k, keys), _ToHeads.apply(v, keys)
+    with label("attn.out"):
+        out: Tensor = _ToTokens.apply(_Attend.apply(q, k, v, mask.sinks, local), queries)
     return out
 
 
-class _Ulysses(torch.autograd.Function):
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Which heads each rank takes; with fewer heads than ranks several take the same."""
+
+    heads_by_rank: tuple[tuple[int, ...], ...]
+    num_heads: int
+    group: dist.ProcessGroup | None
+
+    @property
+    def counts(self) -> list[int]:
+        """Heads of each rank."""
+        return [len(heads) for heads in self.heads_by_rank]
+
+    def to_heads(self, tensor: Tensor) -> Tensor:
+        """Exchange ``[B, S, heads, D]`` for this rank's heads of all tokens, ``[B, T, n, D]``."""
+        batch, tokens, _, head_dim = tensor.shape
+        if len(self.heads_by_rank) == 1:
+            return tensor
+        with label("exchange.send"):
+            shards = ByRank.empty(tensor, self.counts, batch, tokens, head_dim)
+        spans = [slice(heads[0], heads[-1] + 1) if heads else slice(0, 0) for heads in self.heads_by_rank]
+        shards.write(tensor, slice(0, tokens), spans, [0] * len(spans))
+        return seq_to_head(shards, self.group)
+
+    def to_tokens(self, heads: Tensor) -> Tensor:
+        """Exchange back: all heads of this rank's tokens; copies of a head are summed in fp32."""
+        if len(self.heads_by_rank) == 1:
+            return heads
+        shards = head_to_seq(heads, self.counts, self.group)
+        if sum(self.counts) == self.num_heads:
+            return torch.cat(shards.segments(), dim=2)
+        return sum_heads(shards.segments(), self.heads_by_rank, self.num_heads).to(heads.dtype)
+
+
+class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, local: LocalAttention, group: Any
-    ) -> Tensor:
-        local = local.with_sinks(sinks)
-        stage = local.schedule.stages[0]
-        with label("attn.q"):
-            q_heads = seq_to_head(_by_rank([q], stage.q_heads), group)
-        with label("attn.kv"):
-            kv_heads = seq_to_head(_by_rank([k, v], stage.kv_heads), group).unflatten(2, (2, -1))
-        with label("attn.out"):
-            out, lse = local.forward(0, q_heads, {0: kv_heads})
-            shards = head_to_seq(out, [len(heads) for heads in stage.q_heads], group)
-            result = _heads(shards, stage.q_heads, q.shape[2])
-        ctx.save_for_backward(q_heads, kv_heads, out, lse, sinks)
-        ctx.local, ctx.group = local, group
-        return result
+    def forward(ctx: Any, tensor: Tensor, shares: Shares) -> Tensor:
+        ctx.shares = shares
+        return shares.to_heads(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with label("attn.dqkv"):
+            return ctx.shares.to_tokens(grad), None
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, heads: Tensor, shares: Shares) -> Tensor:
+        ctx.shares = shares
+        return shares.to_tokens(heads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
+        with label("attn.dout"):
+            return ctx.shares.to_heads(dout), None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, local: LocalAttention) -> Tensor:
+        out, lse = local.with_sinks(sinks).forward(0, q, {0: (k, v)})
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.local = local
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, kv, out, lse, sinks = ctx.saved_tensors
-        local, group = ctx.local, ctx.group
-        local = local.with_sinks(sinks)
-        schedule, stage = local.schedule, local.schedule.stages[0]
-        with label("attn.dout"):
-            dout_heads = seq_to_head(_by_rank([dout], stage.q_heads), group)
-        grads = KVGradients(schedule, local.rank)
-        with label("attn.dqkv"):
-            dq_heads = local.backward(0, dout_heads, q, {0: kv}, out, lse, grads)
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        local = ctx.local.with_sinks(sinks)
         dsinks = None
         if ctx.needs_input_grad[3]:
             dsinks = torch.zeros_like(sinks)
-            local.sink_gradient(0, dout_heads, out, lse, dsinks)
-        del dout_heads, q, kv, out
+            local.sink_gradient(0, dout, out, lse, dsinks)
         with label("attn.dqkv"):
-            dq = _heads(
-                head_to_seq(dq_heads, [len(heads) for heads in stage.q_heads], group),
-                stage.q_heads,
-                schedule.num_heads,
-            )
-            counts = [2 * len(heads) for heads in stage.kv_heads]
-            packed = grads.take(stage.kv_heads[local.rank], dq_heads).flatten(2, 3)
-            del dq_heads
-            shards = head_to_seq(packed, counts, group)
-            del packed
-            dk, dv = (_heads(shards, stage.kv_heads, schedule.num_kv_heads, part) for part in ((0, 2), (1, 2)))
-        return dq, dk, dv, dsinks, None, None
-
-
-def _by_rank(tensors: list[Tensor], heads_by_rank: tuple[tuple[int, ...], ...]) -> ByRank:
-    """Lay ``[B, S, heads, D]`` tensors out by rank; several tensors follow one another in a rank's segment."""
-    batch, tokens, _, head_dim = tensors[0].shape
-    if len(heads_by_rank) == 1 and len(tensors) == 1:
-        return ByRank(tensors[0].contiguous().view(-1), (len(heads_by_rank[0]),), batch, tokens, head_dim)
-    with label("exchange.send"):
-        counts = [len(tensors) * len(heads) for heads in heads_by_rank]
-        shards = ByRank.empty(tensors[0], counts, batch, tokens, head_dim)
-    for i, tensor in enumerate(tensors):
-        spans = [slice(heads[0], heads[-1] + 1) if heads else slice(0, 0) for heads in heads_by_rank]
-        shards.write(tensor, slice(0, tokens), spans, [i * len(heads) for heads in heads_by_rank])
-    return shards
-
-
-def _heads(
-    shards: ByRank, heads_by_rank: tuple[tuple[int, ...], ...], num_heads: int, part: tuple[int, int] = (0, 1)
-) -> Tensor:
-    """Collect ``[B, S, heads, D]`` from what the ranks returned; copies of a KV head are summed in fp32.
-
-    Args:
-        shards: what came back.
-        heads_by_rank: the heads of each rank.
-        num_heads: heads of the result.
-        part: (i, n): the i-th of n tensors in each rank's segment.
-    """
-    index, parts = part
-    pieces = [
-        segment[:, :, index * len(heads) : (index + 1) * len(heads)]
-        for segment, heads in zip(shards.segments(), heads_by_rank, strict=True)
-    ]
-    if sum(map(len, heads_by_rank)) == num_heads:
-        return pieces[0] if len(pieces) == 1 and parts == 1 else torch.cat(pieces, dim=2)
-    return sum_heads(pieces, heads_by_rank, num_heads).to(shards.buffer.dtype)
+            dq, found = local.backward(0, dout, q, {0: (k, v)}, out, lse)
+            if len(found) == 1:
+                _, dk, dv = found[0]
+            elif found:
+                dk, dv = (torch.cat([parts[i] for parts in found], dim=2) for i in (1, 2))
+            else:  # this rank has no heads
+                dk, dv = torch.empty_like(k), torch.empty_like(v)
+        return dq, dk, dv, dsinks, None

@@ -22,16 +22,16 @@ _ARANGE = frozenset({aten.arange.default, aten.arange.start, aten.arange.start_s
 def fake_ranks(world_size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
     """Be rank `rank` of `world_size`: tensors have shapes but no memory, exchanges return at once.
 
-    Inside, every new tensor is fake, on device "cpu" or "meta" (autograd on fake "cuda" tensors aborts in a CPU build
-    of torch). What reads a value (``item()``, ``if tensor``) raises. Two things stay real, as their values are needed:
+    Inside, every new tensor is fake, on device "cpu" (autograd on fake "cuda" tensors aborts in a CPU build of torch).
+    What reads a value (``item()``, ``if tensor``) raises. Not fake are:
 
-    - int32 tensors made from Python numbers and ``torch.arange(n, dtype=torch.int32)`` up to `world_size`, the tables
-      of ranks of a DeviceMesh and document borders;
-    - what is computed from real tensors alone. Real and fake together give fake, so a real ``cu_seqlens`` may be used
-      with a fake x. Build the model inside, or its weights take real memory.
+    - int32 tensors made from Python numbers, and ``torch.arange(n, dtype=torch.int32)`` up to `world_size`: document
+      borders and the tables of ranks of a DeviceMesh, whose values are needed;
+    - tensors on device "meta", and what is computed from real tensors alone. Real and fake together give fake, so a
+      real ``cu_seqlens`` may be used with a fake x. Build the model inside, or its weights take real memory.
 
-    Device meshes and fully_shard work inside. Build the model on meta, shard it, then ``to_empty(device="cpu")``, or
-    the unsharded weights are counted.
+    Device meshes and fully_shard work as usual: build the model on meta, shard it, then ``to_empty(device="cpu")``, or
+    the unsharded weights are counted. ``module.to(dtype)`` works on meta; torch refuses it for fake parameters.
 
     Args:
         world_size: ranks in the default process group.
@@ -83,9 +83,13 @@ class _RankMode(FakeTensorMode):
 
     def _stays_real(self, func: Any, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
         tensors = [leaf for leaf in tree_leaves((tuple(args), dict(kwargs))) if isinstance(leaf, Tensor)]
+        device = kwargs.get("device")
+        if isinstance(device, torch.device) and device.type == "meta":
+            return True
         if func in _ARANGE:
             numbers = [number for number in args if isinstance(number, int)]
             return kwargs.get("dtype") is torch.int32 and max(map(abs, numbers), default=0) <= self._world_size
         if func is aten.lift_fresh.default:
             return tensors[0].dtype is torch.int32
-        return bool(tensors) and all(t.device.type != "meta" for t in tensors)
+        leaves_meta = device is not None and any(tensor.is_meta for tensor in tensors)
+        return bool(tensors) and not leaves_meta

@@ -128,7 +128,7 @@ class Timeline:
     def stream(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]:
         """Return (op, bytes of new storages, bytes of freed ones) of every event.
 
-        It is the same for real CPU tensors and for fake ones (tests/upipe/memory/test_trace.py).
+        It is the same for real CPU tensors and for fake ones (tests/upipe/memory/test_stream.py).
         """
         return tuple((event.op, event.new_bytes, event.freed_bytes) for event in self.events)
 

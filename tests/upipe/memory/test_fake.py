@@ -85,10 +85,16 @@ class TestTensors:
             assert isinstance(position, FakeTensor)
             assert isinstance(torch.bucketize(position, borders, right=True), FakeTensor)
 
-    def test_leaving_meta_makes_a_fake_one(self):
+    def test_a_module_leaves_meta_as_a_fake_one(self):
         with fake_ranks(2):
-            x = torch.empty(10**12, device="meta")
-            assert isinstance(torch.empty_like(x, device="cpu"), FakeTensor)
+            layer = nn.Linear(10**6, 10**6, device="meta").to(torch.bfloat16)
+            assert layer.weight.is_meta
+            assert not isinstance(layer.weight, FakeTensor)
+            layer.to_empty(device="cpu")
+            assert isinstance(layer.weight, FakeTensor)
+            assert trace(lambda: layer(torch.empty(3, 10**6, dtype=torch.bfloat16))).at_peak == {
+                "parameter": 2 * (10**12 + 10**6), "other": 2 * 6 * 10**6
+            }  # fmt: skip
 
 
 class TestFullyShard:
@@ -99,7 +105,7 @@ class TestFullyShard:
         with fake_ranks(RANKS):
             mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "context"))._flatten("ranks")
             with torch.device("meta"):
-                model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+                model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(torch.float32)
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             for layer in (*model, model):
                 fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -1,41 +1,15 @@
 import gc
-import importlib
 import time
 import weakref
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
 
-import upipe
-from upipe.memory import Timeline, label, table, trace
+from upipe.memory import Timeline, trace
 from upipe.memory.ledger import Ledger
-
-# The package's attribute of that name is the function.
-trace_module = importlib.import_module("upipe.memory.trace")
-
-
-@torch.library.custom_op("upipe_test::twice", mutates_args=())
-def twice(x: Tensor) -> Tensor:
-    scratch = x + 1000
-    return scratch.sub(1000).mul(2)
-
-
-twice.register_fake(torch.empty_like)
-twice.register_autograd(lambda ctx, grad: grad * 2, setup_context=lambda ctx, inputs, output: None)
-
-if not hasattr(torch.ops.upipe, "to_host"):
-
-    @torch.library.custom_op("upipe::to_host", mutates_args=())
-    def to_host(x: Tensor) -> Tensor:
-        return x.clone()
-
-    to_host.register_fake(torch.empty_like)
 
 
 def floats(n: int) -> Tensor:
@@ -212,175 +186,6 @@ class TestResize:
         assert live(timeline) == [0, 40, 400, 400, 0]
 
 
-class TestOwners:
-    def test_of_a_training_step(self):
-        weight, x = nn.Parameter(floats(100)), floats(100)
-        state = floats(100)
-
-        def step():
-            with label("mlp.up"):
-                h = weight * x
-            h.sum().backward()
-            state.add_(weight.grad)
-
-        timeline = trace(step, owners={"optimizer": [state]})
-        assert sum(timeline.at_peak.values()) == timeline.peak_bytes
-        assert timeline.at_peak == {
-            "parameter": 400, "input": 400, "optimizer": 400, "mlp.up": 400, "gradient": 400, "other": 8
-        }  # fmt: skip
-        assert {block.owner: block.num_bytes for block in timeline.baseline} == {
-            "parameter": 400, "input": 400, "optimizer": 400
-        }  # fmt: skip
-        assert timeline.peak_without("parameter", "gradient") == timeline.peak_bytes - 800
-        assert "gradient" not in timeline.at_peak_without("parameter", "gradient")
-
-    def test_peak_without_finds_a_moment_of_its_own(self):
-        def run():
-            with label("big"):
-                a = floats(1000)
-                b = floats(10)
-            del a, b
-            floats(30)
-
-        timeline = trace(run)
-        assert timeline.at_peak == {"big": 4040}
-        assert timeline.at_peak_without("big") == {"other": 120}
-
-    def test_a_gradient_set_to_none_at_the_end_was_one(self):
-        weight = nn.Parameter(floats(100))
-
-        def step():
-            (weight * 2).sum().backward()
-            with torch.no_grad():
-                weight.sub_(weight.grad)
-            weight.grad = None
-
-        assert trace(step).events[-2].freed[-1].owner == "gradient"
-
-    def test_gradients_there_before_count_from_the_start(self):
-        weight = nn.Parameter(floats(100))
-        weight.grad = floats(100)
-        timeline = trace(lambda: None, owners={"parameter": [weight]})
-        assert timeline.at_peak == {"parameter": 400, "gradient": 400}
-
-    def test_one_storage_under_two_owners_is_refused(self):
-        x = floats(100)
-        with pytest.raises(ValueError, match=r"'b' and 'a' share a storage \(met as \[50\]\); name it under one"):
-            trace(lambda: None, owners={"a": [x], "b": [x[:50]]})
-
-    def test_regions_nest_and_end_in_any_order(self):
-        def owners_of(run) -> list[str]:
-            return [event.new[0].owner for event in trace(run).events[1:-1]]
-
-        def nested():
-            with label("a"), torch.profiler.record_function("Optimizer.step#AdamW.step"):
-                floats(1)
-                with label("b"):
-                    floats(2)
-                floats(3)
-            floats(4)
-
-        def crossed():
-            a, b = label("a"), label("b")
-            a.__enter__()
-            b.__enter__()
-            a.__exit__(None, None, None)
-            floats(1)
-            b.__exit__(None, None, None)
-            floats(2)
-
-        def broken():
-            with pytest.raises(KeyError), label("a"):
-                raise KeyError
-            floats(1)
-
-        assert owners_of(nested) == ["a", "b", "a", "other"]
-        assert owners_of(crossed) == ["b", "other"]
-        assert owners_of(broken) == ["other"]
-
-    def test_the_same_labels_show_in_torchs_profiler(self):
-        with profile(activities=[ProfilerActivity.CPU]) as profiled, label("attn.q"):
-            floats(1)
-        assert "upipe/attn.q" in {event.key for event in profiled.key_averages()}
-
-    def test_workspace_counts_while_the_outputs_are_alive(self):
-        def workspace(op, args, kwargs) -> int:
-            return 7000 if op is torch.ops.aten.mul.Tensor else 0
-
-        timeline = trace(lambda: floats(100) * 2 + 1, workspace=workspace)
-        assert live(timeline) == [0, 400, 7800, 800, 0]
-        assert timeline.at_peak == {"kernel.workspace": 7000, "other": 800}
-
-    def test_the_kernels_of_upipe_declare_theirs(self, monkeypatch):
-        monkeypatch.setattr("upipe.kernels.workspace_bytes", lambda op, args, kwargs: 123)
-        assert trace(lambda: floats(100)).at_peak == {"other": 400, "kernel.workspace": 123}
-
-    def test_a_copy_on_the_host_is_host_memory(self):
-        x = floats(100)
-
-        def offload():
-            y = x + 1
-            z = torch.ops.upipe.to_host(y)
-            del y
-            return z[:10]
-
-        timeline = trace(offload)
-        assert (timeline.peak_bytes, timeline.host_peak_bytes) == (800, 400)
-        assert sum(timeline.at_peak.values()) == 800
-        assert [event.host_bytes for event in timeline.events] == [0, 0, 400, 400, 0]
-
-
-class TestStream:
-    """The stream of ops and bytes is that of real tensors, under fake ones."""
-
-    @staticmethod
-    def training_step() -> Timeline:
-        """Three layers, each with a distinct feature, trained one step."""
-        up, down = nn.Linear(8, 24), nn.Linear(24, 8, bias=False)
-        attention = upipe.UPipeAttention(8, 4, 2, head_dim=6, group=None, rotary=upipe.Rotary(1e4, 6))
-        x = torch.randn(1, 10, 8, requires_grad=True)
-
-        def mlp(h: Tensor) -> Tensor:
-            with label("mlp.tile"):
-                return down(F.silu(up(h)))
-
-        def step() -> None:
-            h = x + attention(x)
-            h = h + checkpoint(mlp, h, use_reentrant=False)
-            q, k, v = (h.view(1, 10, 2, 4).transpose(1, 2) * factor for factor in (1, 2, 3))
-            h = h + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(1, 10, 8)
-            loss = twice(h).square().mean() + torch.tensor(1.0)
-            loss.backward()
-
-        return trace(step)
-
-    def both(self) -> tuple[Timeline, Timeline]:
-        torch.manual_seed(0)
-        real = self.training_step()
-        with FakeTensorMode():
-            fake = self.training_step()
-        return real, fake
-
-    def test_is_the_same_for_real_and_fake_tensors(self):
-        real, fake = self.both()
-        assert real.stream() == fake.stream()
-        assert len(real.events) > 100
-        assert real == fake
-
-    def test_differs_when_all_ops_are_taken(self, monkeypatch):
-        monkeypatch.setattr(trace_module, "_IGNORED", frozenset())
-        real, fake = self.both()
-        assert real.stream() != fake.stream()
-
-    @pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode])
-    def test_a_custom_op_is_opaque(self, mode):
-        with mode():
-            x = floats(100)
-            timeline = trace(lambda: twice(x))
-        assert timeline.op_counts == {"upipe_test.twice.default": 1}
-        assert timeline.peak_bytes == 800
-
-
 class TestSideEffects:
     def test_none_are_left_after_an_exception(self):
         kept = []
@@ -427,33 +232,3 @@ class TestCost:
         trace(lambda: traced.append(self.per_op_ms(lambda: run(x))), owners={"other": others})
         # Several times what it takes on an idle core: a bound that a shared machine keeps.
         assert traced[0] - self.per_op_ms(lambda: run(x)) < 0.3
-
-
-class TestTable:
-    def test_reads(self):
-        def run():
-            with label("attn.q"):
-                q = torch.empty(2**20, dtype=torch.uint8)
-            with label("attn.out"):
-                return torch.cat([q, q])
-
-        assert table(trace(run), unit_bytes=2**20) == (
-            "peak at aten.cat.default in attn.out\n"
-            "owner            bytes    GiB      A\n"
-            "------------------------------------\n"
-            "attn.out     2,097,152  0.002  2.000\n"
-            "attn.q       1,048,576  0.001  1.000\n"
-            "------------------------------------\n"
-            "device peak  3,145,728  0.003  3.000\n"
-            "host peak            0  0.000  0.000"
-        )
-
-    def test_without_a_unit(self):
-        assert table(trace(lambda: floats(100))).splitlines()[1] == "owner        bytes    GiB"
-
-    def test_refuses_a_unit_below_one_byte(self):
-        with pytest.raises(ValueError, match=r"unit_bytes=0 must be at least 1 byte"):
-            table(trace(lambda: None), unit_bytes=0)
-
-    def test_repr_is_short(self):
-        assert repr(trace(lambda: floats(1000))) == "Timeline(4,000 bytes at the peak, 0 on the host, 1 ops)"
