@@ -1,6 +1,6 @@
-"""Pictures from records.
+"""Pictures and tables from records.
 
-python -m experiments.figures draws those of README.md and writes its tables.
+python -m experiments.figures draws the picture of README.md and writes its tables, from docs/records.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.records import Record
+from experiments.records import Record, RecordFile, markdown_table
+
+ROOT = Path(__file__).parent.parent
+RECORDS = ROOT / "docs" / "records" / "chunks.jsonl"
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart.
 GROUPS = {
@@ -97,3 +100,60 @@ def _draw_pairs(axes: Axes, records: Sequence[Record]) -> None:
 def _variant(record: Record) -> str:
     name = str(record.extra["variant"])
     return "plain Ulysses" if name == "ulysses" else name.replace("upipe, ", "UPipe, ")
+
+
+def readme_tables(records: Sequence[Record]) -> dict[str, str]:
+    """Return the tables of README.md by name, as Markdown."""
+    return {"traced": _traced_markdown(records), "real": _real_markdown(records)}
+
+
+def _traced_markdown(records: Sequence[Record]) -> str:
+    traced = [record for record in records if record.hardware == "traced"]
+    lengths = sorted({record.length_tokens for record in traced})
+    values = {(record.extra["variant"], record.length_tokens, record.quantity): record.value for record in traced}
+    header = ["", "head-tensors exchanged", "forward, A", "backward, A"]
+    header += [f"GiB at {tokens / 2**20:g}M tokens" for tokens in lengths]
+    rows = []
+    for record in traced:
+        if record.quantity == "peak_memory_gib" and record.length_tokens == lengths[-1]:
+            name = record.extra["variant"]
+            units = [values[name, lengths[-1], f"peak_units_{way}"] for way in ("forward", "backward")]
+            gib = [values[name, tokens, "peak_memory_gib"] for tokens in lengths]
+            moved = values[name, lengths[-1], "heads_moved"]
+            rows.append([_variant(record), str(moved), *(f"{value:.2f}" for value in units + gib)])
+    return markdown_table(header, rows)
+
+
+def _real_markdown(records: Sequence[Record]) -> str:
+    header = ["", "compared with", "time ratio, median (quartiles)", "live peak ratio"]
+    rows = []
+    for record in records:
+        if record.quantity == "time_ms" and "ratio" in record.extra:
+            low, high = record.extra["ratio_quartiles"]
+            ratio = f"{record.extra['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            rows.append([_variant(record), str(record.extra["partner"]), ratio, f"{record.extra['peak_ratio']:.2f}"])
+    return markdown_table(header, rows)
+
+
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """Return `text` with what stands between ``<!-- table: name -->`` and ``<!-- end -->`` replaced."""
+    for name, table in tables.items():
+        before, found, rest = text.partition(f"<!-- table: {name} -->\n")
+        if not found:
+            raise ValueError(f"no '<!-- table: {name} -->' in the text")
+        _, end, after = rest.partition("<!-- end -->")
+        text = f"{before}{found}{table.rstrip()}\n{end}{after}"
+    return text
+
+
+def main() -> None:
+    records = RecordFile(RECORDS).read()
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text(), readme_tables(records)))
+    owners = [record for record in records if record.hardware == "traced"]
+    draw_chunks(owners, ROOT / "docs" / "memory.png")
+    print(f"README.md and docs/memory.png are written from {len(records)} records")
+
+
+if __name__ == "__main__":
+    main()
