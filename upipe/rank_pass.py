@@ -28,7 +28,7 @@ HeadsByRank = Sequence[Sequence[int]]
 
 # A token tile is bounded by the fp32 bytes of its widest rows and by a share of all heads' rows, so that its
 # temporaries stay small beside the layer's own tensors at every length; below MIN_TILE_TOKENS a GEMM is slow.
-TILE_BYTES = 64 * 2**20
+TILE_BYTES = 256 * 2**20
 TILE_SHARE = 8
 MIN_TILE_TOKENS = 256
 

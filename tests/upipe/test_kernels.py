@@ -43,6 +43,7 @@ class Problem:
     softcap: float | None = None
     sinks: bool = False
     strided: bool = True
+    transposed: bool = False
     seed: int = 0
 
 
@@ -60,7 +61,7 @@ class Tensors:
 
 
 def make(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensors:
-    """Random tensors; strided ones are slices of wider buffers, as the stages cut them."""
+    """Random tensors; strided ones are slices of wider buffers, as the stages cut them, transposed ones a user's."""
     generator = torch.Generator().manual_seed(problem.seed)
     batch, tokens, size = problem.batch, problem.tokens, problem.head_dim
 
@@ -72,6 +73,8 @@ def make(problem: Problem, dtype: torch.dtype = torch.float64) -> Tensors:
     pieces = q[:, :, 1:-1], kv[:, :, 0, 1:], kv[:, :, 1, 1:], dout[:, :, 3:]
     if not problem.strided:
         pieces = tuple(piece.contiguous() for piece in pieces)
+    if problem.transposed:
+        pieces = tuple(piece.transpose(-1, -2).contiguous().transpose(-1, -2) for piece in pieces)
     return Tensors(
         *pieces,
         sinks=random(problem.heads) if problem.sinks else None,
@@ -127,6 +130,7 @@ FEATURES = {
     "causal": DENSE,
     "full": replace(DENSE, causal=False),
     "contiguous": replace(DENSE, strided=False),
+    "last dim strided": replace(DENSE, transposed=True),
     "one query head a KV head": replace(DENSE, kv_heads=6),
     "one KV head": replace(DENSE, kv_heads=1),
     "one token": replace(DENSE, tokens=1),

@@ -36,17 +36,22 @@ def kv_heads_of_the_next_rank() -> Patch:
 
 
 def kv_gradients_twice() -> Patch:
-    take = KVGradients.take
-    return mock.patch.object(KVGradients, "take", lambda self, heads, like: 2 * take(self, heads, like))
+    backward = LocalAttention.backward
+
+    def twice(self, *args):
+        dq, found = backward(self, *args)
+        return dq, [(heads, 2 * dk, 2 * dv) for heads, dk, dv in found]
+
+    return mock.patch.object(LocalAttention, "backward", twice)
 
 
 def kv_gradients_of_the_last_stage_only() -> Patch:
     add = KVGradients.add
 
-    def overwrite(self, index, heads, dk, dv):
-        for head in heads:
+    def overwrite(self, index, gradient):
+        for head in gradient[0]:
             self._sums.pop(head, None)
-        add(self, self._schedule.stages.index(self._schedule.stages[0]), heads, dk, dv)
+        add(self, 0, gradient)
 
     return mock.patch.object(KVGradients, "add", overwrite)
 
@@ -162,8 +167,8 @@ def kv_arrivals_mixed_up() -> Patch:
     """K and V of the first arrival for every call, as if a KV head came once for all."""
 
     def first(self, held, arrival, heads):
-        kv = held[min(held)]
-        return kv[:, :, 0, heads], kv[:, :, 1, heads]
+        k, v = held[min(held)]
+        return k[:, :, heads], v[:, :, heads]
 
     still = LocalAttention.still_needed
 

@@ -456,3 +456,17 @@ def wrapped_too_far_down() -> None:
 
 def test_sharded_linears_are_refused():
     run_ranks(wrapped_too_far_down, 2)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "blocked"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 0), (0, TOKENS)], ids=["no tokens", "no rows"])
+def test_empty_input_is_refused(shape, kind, kernel):
+    with pytest.raises(ValueError, match=r"^x must "):
+        build(kind, kernel=kernel)(torch.ones(*shape, HIDDEN))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_meta_tensors_give_shapes(kind):
+    x = torch.ones(BATCH, TOKENS, HIDDEN, device="meta")
+    assert build(kind, device="meta", kernel="reference")(x).shape == x.shape
