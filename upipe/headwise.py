@@ -15,6 +15,7 @@ n heads of a stage over all ranks, t tokens of a tile.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -23,15 +24,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upipe.collectives import group_rank, group_size, head_to_seq, seq_to_head
+from upipe.collectives import ByRank, group_rank, group_size, head_to_seq, seq_to_head
 from upipe.kernels import select_kernel
 from upipe.local_attention import HeldKV, KVGradients, LocalAttention
 from upipe.mask import AttentionMask
 from upipe.memory.label import label
 from upipe.projections import Projections
-from upipe.rank_pass import Gradients, Layer, RankPass
+from upipe.rank_pass import Gradients, HeadsByRank, Layer, RankPass
 from upipe.rotary import Rotary
 from upipe.schedule import HeadSchedule
+
+# A stage's attention output, sequence-sharded, and its log-sum-exp ``[B, heads of this rank, T]``.
+Attended = tuple[ByRank, Tensor]
 
 
 def headwise_attention(
@@ -150,20 +154,9 @@ class _Headwise(torch.autograd.Function):
         layer = replace(layer, local=layer.local.with_sinks(sinks))
         with torch.autocast(x.device.type, enabled=False):
             rank = RankPass(layer, x, Projections.of(weights, layer.eps))
-            kept, held = [], HeldKV()
-            shards = []
-            for index in range(len(layer.schedule.stages)):
-                rank.receive_kv(index, held)
-                q = rank.receive_q(index)
-                with label("attn.out"):
-                    out, lse = layer.local.forward(index, q, held)
-                    del q
-                    shards.append(head_to_seq(out, rank.query_counts(index), layer.group))
-                    del out
-                kept.append(lse)
-                held = layer.local.still_needed(index, held)
-            y = rank.output(shards)
-        saved = [piece.buffer for piece in shards] + kept if layer.keep_attention else []
+            attended = forward_stages(rank)
+            y = rank.output([shards for shards, _ in attended])
+        saved = [tensor for shards, lse in attended for tensor in (shards.buffer, lse)] if layer.keep_attention else []
         ctx.save_for_backward(x, sinks, *weights, *saved)
         ctx.layer = layer
         return y
@@ -179,41 +172,95 @@ class _Headwise(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             rank = RankPass(layer, x, Projections.of(weights, layer.eps))
             grads = Gradients(rank, needs, sinks)
-            num_stages = len(layer.schedule.stages)
-            held: HeldKV = {}
-            dkv = KVGradients(layer.schedule, layer.local.rank)
-            dq_shards, dkv_shards = [], []
-            for index in range(num_stages):
-                rank.receive_kv(index, held)
-                q = rank.receive_q(index)
-                if layer.keep_attention:
-                    lse = saved[num_stages + index]
-                    out_shards = rank.by_rank(saved[index], rank.query_counts(index))
-                    with label("attn.out"):
-                        out = seq_to_head(out_shards, layer.group)
-                else:
-                    with label("attn.out"):
-                        out, lse = layer.local.forward(index, q, held)
-                        out_shards = head_to_seq(out, rank.query_counts(index), layer.group)
-                dout_shards = grads.through_output(index, dy, out_shards)
-                del out_shards
-                with label("attn.dout"):
-                    dout = seq_to_head(dout_shards, layer.group)
-                    del dout_shards
-                if needs["sinks"]:
-                    layer.local.sink_gradient(index, dout, out, lse, grads.sinks)
-                with label("attn.dqkv"):
-                    dq, found = layer.local.backward(index, dout, q, held, out, lse)
-                    del q, out, lse, dout
-                    while found:
-                        dkv.add(index, found.pop(0))
-                    dq_shards.append(head_to_seq(dq, rank.query_counts(index), layer.group))
-                    done = layer.schedule.done_kv_heads(index)
-                    if any(done):
-                        packed = dkv.take(done[layer.local.rank], dq).flatten(2, 3)
-                        dkv_shards.append((head_to_seq(packed, [2 * len(heads) for heads in done], layer.group), done))
-                        del packed
-                    del dq
-                held = layer.local.still_needed(index, held)
-            dx = grads.through_input(dq_shards, dkv_shards)
+            kept = None
+            if layer.keep_attention:
+                pairs = zip(saved[::2], saved[1::2], strict=True)
+                kept = [(rank.by_rank(out, rank.query_counts(i)), lse) for i, (out, lse) in enumerate(pairs)]
+            dq_shards, dkv_shards = backward_stages(
+                rank, kept, lambda index, out_shards: grads.through_output(index, dy, out_shards), grads.sinks
+            )
+            with label("attn.dx"):
+                dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs["x"] else None
+            grads.through_input(dq_shards, dkv_shards, None if dx is None else dx_writer(dx))
         return None, dx, grads.sinks, *(grads.weights.get(name) for name in names)
+
+
+def dx_writer(dx: Tensor) -> Callable[[slice, Tensor], None]:
+    """Return a function that writes a tile of dx ``[B, S, d]``."""
+
+    def write(tokens: slice, rows: Tensor) -> None:
+        dx[:, tokens] = rows
+
+    return write
+
+
+def forward_stages(rank: RankPass) -> list[Attended]:
+    """Attend with all heads, a stage at a time; return output and log-sum-exp of every stage."""
+    layer, attended = rank.layer, []
+    held: HeldKV = {}
+    for index in range(len(layer.schedule.stages)):
+        rank.receive_kv(index, held)
+        q = rank.receive_q(index)
+        with label("attn.out"):
+            out, lse = layer.local.forward(index, q, held)
+            del q
+            attended.append((head_to_seq(out, rank.query_counts(index), layer.group), lse))
+            del out
+        held = layer.local.still_needed(index, held)
+    return attended
+
+
+def backward_stages(
+    rank: RankPass,
+    kept: list[Attended] | None,
+    output_gradient: Callable[[int, ByRank], ByRank],
+    dsinks: Tensor | None,
+) -> tuple[list[ByRank], list[tuple[ByRank, HeadsByRank]]]:
+    """Recompute a stage and run its backward at once, stage by stage.
+
+    Args:
+        rank: the pass.
+        kept: what :func:`forward_stages` returned, taken out of the list stage by stage; None attends again.
+        output_gradient: from a stage and its output, sequence-sharded, to the gradient of that output.
+        dsinks: gradient of the sinks, filled in; None for none.
+
+    Returns:
+        dq of every stage; dk with dv of every stage in which KV heads were done, and these heads by rank. All
+        sequence-sharded.
+    """
+    layer, held, dkv = rank.layer, HeldKV(), KVGradients(rank.layer.schedule, rank.layer.local.rank)
+    dq_shards: list[ByRank] = []
+    dkv_shards: list[tuple[ByRank, HeadsByRank]] = []
+    for index in range(len(layer.schedule.stages)):
+        rank.receive_kv(index, held)
+        q = rank.receive_q(index)
+        if kept is None:
+            with label("attn.out"):
+                out, lse = layer.local.forward(index, q, held)
+                out_shards = head_to_seq(out, rank.query_counts(index), layer.group)
+            dout_shards = output_gradient(index, out_shards)
+        else:
+            out_shards, lse = kept.pop(0)
+            dout_shards = output_gradient(index, out_shards)
+            with label("attn.out"):
+                out = seq_to_head(out_shards, layer.group)
+        del out_shards
+        with label("attn.dout"):
+            dout = seq_to_head(dout_shards, layer.group)
+            del dout_shards
+        if dsinks is not None:
+            layer.local.sink_gradient(index, dout, out, lse, dsinks)
+        with label("attn.dqkv"):
+            dq, found = layer.local.backward(index, dout, q, held, out, lse)
+            del q, out, lse, dout
+            while found:
+                dkv.add(index, found.pop(0))
+            dq_shards.append(head_to_seq(dq, rank.query_counts(index), layer.group))
+            done = layer.schedule.done_kv_heads(index)
+            if any(done):
+                packed = dkv.take(done[layer.local.rank], dq).flatten(2, 3)
+                dkv_shards.append((head_to_seq(packed, [2 * len(heads) for heads in done], layer.group), done))
+                del packed
+            del dq
+        held = layer.local.still_needed(index, held)
+    return dq_shards, dkv_shards

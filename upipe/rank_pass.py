@@ -52,10 +52,19 @@ class Layer:
 
 
 class RankPass:
-    """One pass of one rank over the stages: its tokens, the weights, and the rotary tables of its positions."""
+    """One pass of one rank over the stages: its tokens, the weights, and the rotary tables of its positions.
 
-    def __init__(self, layer: Layer, x: Tensor, proj: Projections) -> None:
-        self.layer, self.x, self.proj = layer, x, proj
+    Args:
+        layer: what is not differentiated.
+        x: ``[B, S, d]``, this rank's tokens.
+        proj: the weights.
+        norm: applied to a tile ``[B, t, d]`` of x before it is projected; None projects x itself.
+    """
+
+    def __init__(
+        self, layer: Layer, x: Tensor, proj: Projections, norm: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.layer, self.x, self.proj, self._norm = layer, x, proj, norm
         self.batch, self.tokens, self.hidden = x.shape
         self.wide = accumulate_dtype(x.dtype)
         self._tables: tuple[Tensor, Tensor] | None = None
@@ -63,6 +72,10 @@ class RankPass:
             assert layer.positions is not None
             with label("attn.rotary"):
                 self._tables = layer.rotary.tables(layer.positions, self.wide)
+
+    def rows(self, tokens: slice) -> Tensor:
+        """Return what is projected, of a tile: ``[B, t, d]``."""
+        return self.x[:, tokens] if self._norm is None else self._norm(self.x[:, tokens])
 
     def query_counts(self, index: int) -> list[int]:
         """Query heads of each rank in stage `index`."""
@@ -132,7 +145,7 @@ class RankPass:
                 first = [part * len(of_rank) for of_rank in heads_by_rank]
                 for tokens in self.tiles(len(heads) * self.layer.head_dim):
                     rotation = None if name == "v" else self.rotation(tokens)
-                    shards.write(projection.forward(self.x[:, tokens], rotation), tokens, spans, first)
+                    shards.write(projection.forward(self.rows(tokens), rotation), tokens, spans, first)
         return shards
 
     def output(self, shards: list[ByRank]) -> Tensor:
@@ -142,15 +155,23 @@ class RankPass:
             y = self.x.new_empty(self.batch, self.tokens, self.hidden)
         with label("attn.tile"):
             for tokens in self.tiles(self.proj.o.shape[1]):
-                rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
-                y[:, tokens] = F.linear(rows, self.proj.o, self.proj.o_bias).view(self.batch, -1, self.hidden)
+                y[:, tokens] = self.output_rows(pieces, tokens)
         return y
+
+    def output_rows(self, pieces: list[Tensor], tokens: slice) -> Tensor:
+        """Apply the output projection to a tile of all heads in order: ``[B, t, d]``."""
+        return F.linear(gather_rows(pieces, tokens), self.proj.o, self.proj.o_bias).view(self.batch, -1, self.hidden)
 
 
 def natural_order(shards: list[ByRank]) -> list[Tensor]:
     """Return views of all heads in order: a rank's range is contiguous, and so are its stages within it."""
     segments = [piece.segments() for piece in shards]
     return [of_stage[rank] for rank in range(len(segments[0])) for of_stage in segments]
+
+
+def gather_rows(pieces: list[Tensor], tokens: slice) -> Tensor:
+    """Return a tile of all heads, ``[B*t, H*D]``."""
+    return torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
 
 
 class Gradients:
@@ -182,9 +203,8 @@ class Gradients:
                 rows = (dy_rows @ weight).view(rank.batch, -1, len(heads), head_dim)
                 dout_shards.write(rows, tokens, spans, [0] * len(spans))
                 if self.needs["o"]:
-                    out_rows = torch.cat([piece[:, tokens] for piece in pieces], dim=2).flatten(2).flatten(0, 1)
                     with label("gradient"):
-                        weight_sum.add(dy_rows.t() @ out_rows)
+                        weight_sum.add(dy_rows.t() @ gather_rows(pieces, tokens))
                 if wants_bias:
                     bias_sum.add(dy_rows.sum(0, dtype=rank.wide))
         with label("gradient"):
@@ -194,38 +214,45 @@ class Gradients:
                 self.weights["o_bias"] = bias_sum.result(rank.x.dtype)
         return dout_shards
 
-    def through_input(self, dq_shards: list[ByRank], dkv_shards: list[tuple[ByRank, HeadsByRank]]) -> Tensor | None:
-        """Take dq, dk and dv of all heads through their projections: dx ``[B, S, d]`` and the gradients of weights."""
+    def through_input(
+        self,
+        dq_shards: list[ByRank],
+        dkv_shards: list[tuple[ByRank, HeadsByRank]],
+        write: Callable[[slice, Tensor], None] | None,
+    ) -> None:
+        """Take dq, dk and dv of all heads through their projections, and find the gradients of the weights.
+
+        Args:
+            dq_shards: of every stage.
+            dkv_shards: of every stage in which KV heads were done, with these heads by rank.
+            write: called with each tile's tokens and the gradient ``[B, t, d]`` of the rows that were projected; None
+                where nobody wants it.
+        """
         rank, schedule = self.rank, self.rank.layer.schedule
         projections = {
             "q": rank.head_projection("q", range(schedule.num_heads)),
             "k": rank.head_projection("k", range(schedule.num_kv_heads)),
             "v": rank.head_projection("v", range(schedule.num_kv_heads)),
         }
-        sums: dict[str, TileSum] = {name: TileSum() for name in Projections.tensor_names() if self.needs[name]}
+        sums: dict[str, TileSum] = {
+            name: TileSum() for name in Projections.tensor_names() if self.needs[name] and name[0] != "o"
+        }
         collect = _collector(dq_shards, dkv_shards, schedule)
-        with label("attn.dx"):
-            dx = torch.empty_like(rank.x, memory_format=torch.contiguous_format) if self.needs["x"] else None
         with label("attn.tile"):
             for tokens in rank.tiles((schedule.num_heads + 2 * schedule.num_kv_heads) * rank.layer.head_dim):
-                x_rows = rank.x[:, tokens]
-                dx_rows = None
+                rows, drows = rank.rows(tokens), None
                 for name, projection in projections.items():
                     rotation = None if name == "v" else rank.rotation(tokens)
-                    grad, dnorm = projection.backward(collect(name, tokens), x_rows, rotation)  # [B*t, heads*D]
-                    self._add(sums, name, grad, x_rows, dnorm)
-                    if dx is not None:
-                        dx_rows = (
-                            grad @ projection.weight if dx_rows is None else dx_rows.addmm_(grad, projection.weight)
-                        )
-                if dx is not None and dx_rows is not None:
-                    dx[:, tokens] = dx_rows.view(x_rows.shape)
+                    grad, dnorm = projection.backward(collect(name, tokens), rows, rotation)  # [B*t, heads*D]
+                    self._add(sums, name, grad, rows, dnorm)
+                    if write is not None:
+                        weight = projection.weight
+                        drows = grad @ weight if drows is None else drows.addmm_(grad, weight)
+                if write is not None and drows is not None:
+                    write(tokens, drows.view(rows.shape))
         with label("gradient"):
             for name, total in sums.items():
-                if name not in ("o", "o_bias"):
-                    weight = getattr(rank.proj, name)
-                    self.weights[name] = total.result(weight.dtype)
-        return dx
+                self.weights[name] = total.result(getattr(rank.proj, name).dtype)
 
     def _add(self, sums: dict[str, TileSum], name: str, grad: Tensor, x_rows: Tensor, dnorm: Tensor | None) -> None:
         with label("gradient"):
