@@ -24,18 +24,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upipe.collectives import ByRank, group_rank, group_size, head_to_seq, seq_to_head
+from upipe.collectives import group_rank, group_size
 from upipe.kernels import select_kernel
-from upipe.local_attention import HeldKV, KVGradients, LocalAttention
+from upipe.local_attention import LocalAttention
 from upipe.mask import AttentionMask
 from upipe.memory.label import label
 from upipe.projections import Projections
-from upipe.rank_pass import Gradients, HeadsByRank, Layer, RankPass
+from upipe.rank_pass import Gradients, Layer, RankPass
 from upipe.rotary import Rotary
 from upipe.schedule import HeadSchedule
-
-# A stage's attention output, sequence-sharded, and its log-sum-exp ``[B, heads of this rank, T]``.
-Attended = tuple[ByRank, Tensor]
+from upipe.stages import backward_stages, forward_stages
 
 
 def headwise_attention(
@@ -92,14 +90,48 @@ def headwise_attention(
     >>> y.shape
     torch.Size([1, 6, 8])
     """
-    if x.dim() != 3:
-        raise ValueError(f"x must be [B, S, d], got {list(x.shape)}")
     if torch.is_autocast_enabled(x.device.type):
         x, proj = _cast(x, proj, torch.get_autocast_dtype(x.device.type))
+    layer = resolve(
+        x,
+        proj,
+        group=group,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        heads_per_stage=heads_per_stage,
+        positions=positions,
+        rotary=rotary,
+        mask=mask,
+        scale=scale,
+        kernel=kernel,
+        keep_attention=keep_attention,
+    )
+    y: Tensor = _Headwise.apply(layer, x, mask.sinks, *proj.tensors())
+    return y
+
+
+def resolve(
+    x: Tensor,
+    proj: Projections,
+    *,
+    group: dist.ProcessGroup | None,
+    num_heads: int,
+    num_kv_heads: int,
+    heads_per_stage: int | None,
+    positions: Tensor | None,
+    rotary: Rotary | None,
+    mask: AttentionMask,
+    scale: float | None,
+    kernel: str,
+    keep_attention: bool,
+) -> Layer:
+    """Check the arguments of :func:`headwise_attention` and return what is not differentiated. Raises as it does."""
+    if x.dim() != 3:
+        raise ValueError(f"x must be [B, S, d], got {list(x.shape)}")
     head_dim = proj.check(x, num_heads=num_heads, num_kv_heads=num_kv_heads)
     ranks, rank = group_size(group), group_rank(group)
     mask.check(batch=x.shape[0], tokens=ranks * x.shape[1], num_heads=num_heads)
-    layer = Layer(
+    return Layer(
         local=LocalAttention(
             schedule=HeadSchedule.build(num_heads, num_kv_heads, ranks, heads_per_stage),
             rank=rank,
@@ -114,8 +146,6 @@ def headwise_attention(
         eps=proj.eps,
         keep_attention=keep_attention,
     )
-    y: Tensor = _Headwise.apply(layer, x, mask.sinks, *proj.tensors())
-    return y
 
 
 def _cast(x: Tensor, proj: Projections, dtype: torch.dtype) -> tuple[Tensor, Projections]:
@@ -192,75 +222,3 @@ def dx_writer(dx: Tensor) -> Callable[[slice, Tensor], None]:
         dx[:, tokens] = rows
 
     return write
-
-
-def forward_stages(rank: RankPass) -> list[Attended]:
-    """Attend with all heads, a stage at a time; return output and log-sum-exp of every stage."""
-    layer, attended = rank.layer, []
-    held: HeldKV = {}
-    for index in range(len(layer.schedule.stages)):
-        rank.receive_kv(index, held)
-        q = rank.receive_q(index)
-        with label("attn.out"):
-            out, lse = layer.local.forward(index, q, held)
-            del q
-            attended.append((head_to_seq(out, rank.query_counts(index), layer.group), lse))
-            del out
-        held = layer.local.still_needed(index, held)
-    return attended
-
-
-def backward_stages(
-    rank: RankPass,
-    kept: list[Attended] | None,
-    output_gradient: Callable[[int, ByRank], ByRank],
-    dsinks: Tensor | None,
-) -> tuple[list[ByRank], list[tuple[ByRank, HeadsByRank]]]:
-    """Recompute a stage and run its backward at once, stage by stage.
-
-    Args:
-        rank: the pass.
-        kept: what :func:`forward_stages` returned, taken out of the list stage by stage; None attends again.
-        output_gradient: from a stage and its output, sequence-sharded, to the gradient of that output.
-        dsinks: gradient of the sinks, filled in; None for none.
-
-    Returns:
-        dq of every stage; dk with dv of every stage in which KV heads were done, and these heads by rank. All
-        sequence-sharded.
-    """
-    layer, held, dkv = rank.layer, HeldKV(), KVGradients(rank.layer.schedule, rank.layer.local.rank)
-    dq_shards: list[ByRank] = []
-    dkv_shards: list[tuple[ByRank, HeadsByRank]] = []
-    for index in range(len(layer.schedule.stages)):
-        rank.receive_kv(index, held)
-        q = rank.receive_q(index)
-        if kept is None:
-            with label("attn.out"):
-                out, lse = layer.local.forward(index, q, held)
-                out_shards = head_to_seq(out, rank.query_counts(index), layer.group)
-            dout_shards = output_gradient(index, out_shards)
-        else:
-            out_shards, lse = kept.pop(0)
-            dout_shards = output_gradient(index, out_shards)
-            with label("attn.out"):
-                out = seq_to_head(out_shards, layer.group)
-        del out_shards
-        with label("attn.dout"):
-            dout = seq_to_head(dout_shards, layer.group)
-            del dout_shards
-        if dsinks is not None:
-            layer.local.sink_gradient(index, dout, out, lse, dsinks)
-        with label("attn.dqkv"):
-            dq, found = layer.local.backward(index, dout, q, held, out, lse)
-            del q, out, lse, dout
-            while found:
-                dkv.add(index, found.pop(0))
-            dq_shards.append(head_to_seq(dq, rank.query_counts(index), layer.group))
-            done = layer.schedule.done_kv_heads(index)
-            if any(done):
-                packed = dkv.take(done[layer.local.rank], dq).flatten(2, 3)
-                dkv_shards.append((head_to_seq(packed, [2 * len(heads) for heads in done], layer.group), done))
-                del packed
-            del dq
-        held = layer.local.still_needed(index, held)
-    return dq_shards, dkv_shards
