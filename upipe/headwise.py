@@ -126,8 +126,8 @@ def resolve(
     keep_attention: bool,
 ) -> Layer:
     """Check the arguments of :func:`headwise_attention` and return what is not differentiated. Raises as it does."""
-    if x.dim() != 3:
-        raise ValueError(f"x must be [B, S, d], got {list(x.shape)}")
+    if x.dim() != 3 or not x.numel():
+        raise ValueError(f"x must be [B, S, d] with at least one token, got {list(x.shape)}")
     head_dim = proj.check(x, num_heads=num_heads, num_kv_heads=num_kv_heads)
     ranks, rank = group_size(group), group_rank(group)
     mask.check(batch=x.shape[0], tokens=ranks * x.shape[1], num_heads=num_heads)

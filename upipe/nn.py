@@ -89,12 +89,12 @@ class UPipeAttention(nn.Module):
                 "mask may hold neither sinks (pass sinks=True, the layer owns them) "
                 "nor cu_seqlens (pass them to forward)"
             )
+        HeadSchedule.build(num_heads, num_kv_heads, group_size(group), heads_per_stage)
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is no multiple of num_heads={num_heads}; pass head_dim")
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(f"rotary is for head_dim={rotary.head_dim} but the layer has head_dim={self.head_dim}")
-        HeadSchedule.build(num_heads, num_kv_heads, group_size(group), heads_per_stage)
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.group, self.heads_per_stage = group, heads_per_stage
         self.rotary, self.mask, self.scale = rotary, AttentionMask() if mask is None else mask, scale
@@ -142,14 +142,19 @@ class UPipeAttention(nn.Module):
         """Return the weights as the functions take them. Raises as :meth:`forward`."""
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(self, name)
-            if type(linear).forward is not nn.Linear.forward:
+            if isinstance(linear.weight, DTensor):
+                raise ValueError(
+                    f"{name} is still sharded; wrap the attention layer or its block (fully_shard), not its Linears"
+                )
+            if getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
                 raise ValueError(
                     f"{name} is a {type(linear).__name__}, whose forward is not that of nn.Linear and would be passed "
                     "over; merge the adapter, or use UlyssesAttention, which calls its projections"
                 )
-            if isinstance(linear.weight, DTensor):
+            if linear._forward_hooks or linear._forward_pre_hooks:
                 raise ValueError(
-                    f"{name} is still sharded; wrap the attention layer or its block (fully_shard), not its Linears"
+                    f"{name} has forward hooks, which would not run; remove them, or use UlyssesAttention, which calls "
+                    "its projections"
                 )
         return Projections(
             q=self.q_proj.weight,
@@ -202,9 +207,15 @@ class UlyssesAttention(UPipeAttention):
 
     def forward(self, x: Tensor, *, positions: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         """Attend; see :meth:`UPipeAttention.forward`."""
+        if x.dim() != 3 or not x.numel():
+            raise ValueError(f"x must be [B, S, d] with at least one token, got {list(x.shape)}")
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            # As in UPipeAttention: computed in fp32, rounded once, whatever the dtype of the norm's weight.
+            q, k = (
+                nn.functional.rms_norm(t.to(norm.weight.dtype), (self.head_dim,), norm.weight, norm.eps).to(t.dtype)
+                for t, norm in ((q, self.q_norm), (k, self.k_norm))
+            )
         if self.rotary is not None:
             if positions is None:
                 first = group_rank(self.group) * x.shape[1]

@@ -71,6 +71,8 @@ def ulysses_attention(
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}; convert one of them"
             )
+    if not q.numel():
+        raise ValueError(f"q must hold at least one token, got {list(q.shape)}")
     ranks, rank = group_size(group), group_rank(group)
     num_heads, num_kv_heads = q.shape[2], k.shape[2]
     mask.check(batch=q.shape[0], tokens=ranks * q.shape[1], num_heads=num_heads)

@@ -24,6 +24,7 @@ from upipe import (
     headwise_attention,
     rank_pass,
     reference,
+    ulysses_attention,
 )
 from upipe.collectives import all_reduce_sum, group_size
 from upipe.schedule import valid_heads_per_stage
@@ -156,7 +157,7 @@ def cases(draw, ranks):
     )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(case_lists())
 def test_search(drawn):
     ranks, drawn_cases, token_tiles = drawn
@@ -276,6 +277,29 @@ def unusual_gradients(method: str, keep_attention: bool) -> None:
 def test_strided_input_expanded_gradient_and_accumulation(method, keep_attention):
     unusual_gradients(method, keep_attention)
     run_ranks(unusual_gradients, 2, method, keep_attention)
+
+
+def odd_strides_of_the_function() -> None:
+    """q, k and v with a strided last dim, and an upstream gradient that is one number, expanded."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    generator = torch.Generator().manual_seed(5)
+    whole = [
+        torch.randn(2, group_size(group) * TOKENS, heads, 5, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    ]
+    everything = [tensor.clone().requires_grad_() for tensor in whole]
+    expected, _ = reference.attention(*everything)
+    truth = torch.autograd.grad(expected.sum(), everything)
+    mine = [shard(tensor, group).transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for tensor in whole]
+    out = ulysses_attention(*mine, group=group, mask=AttentionMask())
+    assert_exact(out.detach(), shard(expected.detach(), group), "out")
+    for name, grad, wanted in zip("qkv", torch.autograd.grad(out.sum(), mine), truth, strict=True):
+        assert_exact(grad, shard(wanted, group), name)
+
+
+def test_odd_strides_of_the_function():
+    odd_strides_of_the_function()
+    run_ranks(odd_strides_of_the_function, 2)
 
 
 @pytest.mark.parametrize("keep_attention", [False, True])

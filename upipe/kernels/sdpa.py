@@ -16,6 +16,11 @@ from upipe.kernels.kernel import Kernel, Request, fake_backward, fake_forward
 aten = torch.ops.aten
 
 
+def _heads_first(t: Tensor) -> Tensor:
+    # The CPU kernel reads the entries of a head as neighbours whatever their stride says.
+    return (t if t.stride(-1) == 1 else t.contiguous()).transpose(1, 2)
+
+
 @torch.library.custom_op("upipe::sdpa_forward", mutates_args=())
 def _forward(
     q: Tensor,
@@ -27,7 +32,7 @@ def _forward(
     softcap: float | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    qt, kt, vt = (_heads_first(t) for t in (q, k, v))
     if q.is_cuda:
         out, lse = aten._scaled_dot_product_flash_attention(qt, kt, vt, 0.0, causal, scale=scale)[:2]
     else:
@@ -49,7 +54,7 @@ def _backward(
     softcap: float | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dot, qt, kt, vt, ot = (t.transpose(1, 2) for t in (dout, q, k, v, out))
+    dot, qt, kt, vt, ot = (_heads_first(t) for t in (dout, q, k, v, out))
     if q.is_cuda:
         tokens, no_dropout = q.shape[1], torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads = aten._scaled_dot_product_flash_attention_backward(
