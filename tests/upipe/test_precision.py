@@ -121,7 +121,7 @@ def output_projected_once_a_stage() -> Any:
 def input_gradient_added_once_a_stage() -> Any:
     through_input = rank_pass.Gradients.through_input
 
-    def by_stage(self, dq_shards, dkv_shards):
+    def by_stage(self, dq_shards, dkv_shards, write):
         rank, everything = self.rank, slice(0, self.rank.tokens)
         dx = torch.zeros_like(rank.x)
         for stage, of_stage in zip(rank.layer.schedule.stages, dq_shards, strict=True):
@@ -131,8 +131,8 @@ def input_gradient_added_once_a_stage() -> Any:
             for index, name in enumerate("kv"):
                 dx += dx_of(rank, name, done[0], both[:, :, index], everything)
         assert dx.dtype == torch.bfloat16
-        through_input(self, dq_shards, dkv_shards)
-        return dx
+        through_input(self, dq_shards, dkv_shards, None)
+        write(everything, dx)
 
     return mock.patch.object(rank_pass.Gradients, "through_input", by_stage)
 
