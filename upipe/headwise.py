@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from upipe.collectives import group_rank, group_size
+from upipe.collectives import ByRank, group_rank, group_size
 from upipe.kernels import select_kernel
 from upipe.local_attention import LocalAttention
 from upipe.mask import AttentionMask
@@ -206,9 +206,12 @@ class _Headwise(torch.autograd.Function):
             if layer.keep_attention:
                 pairs = zip(saved[::2], saved[1::2], strict=True)
                 kept = [(rank.by_rank(out, rank.query_counts(i)), lse) for i, (out, lse) in enumerate(pairs)]
-            dq_shards, dkv_shards = backward_stages(
-                rank, kept, lambda index, out_shards: grads.through_output(index, dy, out_shards), grads.sinks
-            )
+
+            def output_gradient(index: int, out_shards: ByRank) -> ByRank:
+                grads.output_weights(index, dy, out_shards)
+                return grads.output_gradient(index, dy)
+
+            dq_shards, dkv_shards = backward_stages(rank, kept, output_gradient, grads.sinks)
             with label("attn.dx"):
                 dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs["x"] else None
             grads.through_input(dq_shards, dkv_shards, None if dx is None else dx_writer(dx))

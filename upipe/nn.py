@@ -6,6 +6,7 @@ D head size.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import torch
@@ -132,7 +133,7 @@ class UPipeAttention(nn.Module):
             heads_per_stage=self.heads_per_stage,
             positions=positions,
             rotary=self.rotary,
-            mask=self._mask(cu_seqlens),
+            mask=self.mask_for(cu_seqlens),
             scale=self.scale,
             kernel=self.kernel,
             keep_attention=self.keep_attention,
@@ -170,9 +171,18 @@ class UPipeAttention(nn.Module):
             eps=self.eps,
         )
 
-    def _mask(self, cu_seqlens: Tensor | None) -> AttentionMask:
+    def mask_for(self, cu_seqlens: Tensor | None) -> AttentionMask:
+        """Return the layer's mask with documents and the layer's sinks."""
         mask = self.mask if cu_seqlens is None else replace(self.mask, cu_seqlens=cu_seqlens)
         return mask.with_sinks(self.sinks)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> UPipeAttention:
+        # A process group cannot be copied; a copy of the layer talks to the same ranks.
+        memo[id(self.group)] = self.group
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
 
     def extra_repr(self) -> str:
         """Return the geometry for ``print(module)``."""
@@ -225,6 +235,6 @@ class UlyssesAttention(UPipeAttention):
         elif positions is not None:
             raise ValueError("positions are used by rotary only; pass rotary=Rotary(...) or leave positions out")
         out = ulysses_attention(
-            q, k, v, group=self.group, mask=self._mask(cu_seqlens), scale=self.scale, kernel=self.kernel
+            q, k, v, group=self.group, mask=self.mask_for(cu_seqlens), scale=self.scale, kernel=self.kernel
         )
         return self.o_proj(out.flatten(2))

@@ -31,6 +31,7 @@ HeadsByRank = Sequence[Sequence[int]]
 TILE_BYTES = 256 * 2**20
 TILE_SHARE = 8
 MIN_TILE_TOKENS = 256
+NORM_ROWS = 3  # rows of x in fp32 that a norm has alive at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,8 @@ class RankPass:
 
     def tiles(self, columns: int) -> Iterator[slice]:
         """Cut this rank's tokens into tiles whose rows have `columns` entries."""
+        if self._norm is not None:
+            columns = max(columns, NORM_ROWS * self.hidden)
         most = TILE_BYTES // (self.batch * columns * self.wide.itemsize)
         share = self.tokens * max(self.proj.o.shape) // (TILE_SHARE * columns)
         size = max(MIN_TILE_TOKENS, min(most, share))
@@ -160,7 +163,11 @@ class RankPass:
 
     def output_rows(self, pieces: list[Tensor], tokens: slice) -> Tensor:
         """Apply the output projection to a tile of all heads in order: ``[B, t, d]``."""
-        return F.linear(gather_rows(pieces, tokens), self.proj.o, self.proj.o_bias).view(self.batch, -1, self.hidden)
+        return self.project_output(gather_rows(pieces, tokens))
+
+    def project_output(self, out_rows: Tensor) -> Tensor:
+        """Apply the output projection to ``[B*t, H*D]``: ``[B, t, d]``."""
+        return F.linear(out_rows, self.proj.o, self.proj.o_bias).view(self.batch, -1, self.hidden)
 
 
 def natural_order(shards: list[ByRank]) -> list[Tensor]:
@@ -185,8 +192,8 @@ class Gradients:
             if needs["o"]:
                 self.weights["o"] = torch.empty_like(rank.proj.o, memory_format=torch.contiguous_format)
 
-    def through_output(self, index: int, dy: Tensor, out_shards: ByRank) -> ByRank:
-        """Take dy ``[B, S, d]`` through the output projection of a stage; add to the gradients of o and its bias."""
+    def output_gradient(self, index: int, dy: Tensor) -> ByRank:
+        """Take dy ``[B, S, d]`` through the output projection of a stage, to the gradient of its attention output."""
         rank, head_dim = self.rank, self.rank.layer.head_dim
         heads_by_rank = rank.layer.schedule.stages[index].q_heads
         heads = [head for of_rank in heads_by_rank for head in of_rank]
@@ -194,25 +201,28 @@ class Gradients:
         spans = [slice(start, start + len(of_rank)) for start, of_rank in zip(starts, heads_by_rank, strict=True)]
         weight = take_heads(rank.proj.o, heads, head_dim, dim=1)  # [d, n*D]
         with label("exchange.send"):
-            dout_shards = ByRank.empty(rank.x, out_shards.counts, rank.batch, rank.tokens, head_dim)
-        pieces, weight_sum, bias_sum = out_shards.segments(), TileSum(), TileSum()
-        wants_bias = self.needs["o_bias"] and index == 0
+            counts = rank.query_counts(index)
+            dout_shards = ByRank.empty(rank.x, counts, rank.batch, rank.tokens, head_dim)
         with label("attn.tile"):
             for tokens in rank.tiles(max(weight.shape)):
-                dy_rows = dy[:, tokens].flatten(0, 1)
-                rows = (dy_rows @ weight).view(rank.batch, -1, len(heads), head_dim)
+                rows = (dy[:, tokens].flatten(0, 1) @ weight).view(rank.batch, -1, len(heads), head_dim)
                 dout_shards.write(rows, tokens, spans, [0] * len(spans))
-                if self.needs["o"]:
-                    with label("gradient"):
-                        weight_sum.add(dy_rows.t() @ gather_rows(pieces, tokens))
-                if wants_bias:
-                    bias_sum.add(dy_rows.sum(0, dtype=rank.wide))
-        with label("gradient"):
-            if self.needs["o"]:
-                put_heads(self.weights["o"], weight_sum.result(rank.x.dtype), heads, head_dim, dim=1)
-            if wants_bias:
-                self.weights["o_bias"] = bias_sum.result(rank.x.dtype)
         return dout_shards
+
+    def output_weights(self, index: int, dy: Tensor, out_shards: ByRank) -> None:
+        """Find the gradients of o's columns of a stage, and in the first stage of its bias."""
+        rank = self.rank
+        heads = [head for of_rank in rank.layer.schedule.stages[index].q_heads for head in of_rank]
+        sums = OutputSums(self, heads, bias=index == 0)
+        pieces = out_shards.segments()
+        with label("attn.tile"):
+            for tokens in rank.tiles(max(rank.hidden, len(heads) * rank.layer.head_dim)) if sums.wanted else ():
+                sums.add(dy[:, tokens].flatten(0, 1), gather_rows(pieces, tokens))
+        sums.store()
+
+    def output_sums(self) -> OutputSums:
+        """Return the sums of all heads at once, for a caller with tiles of its own."""
+        return OutputSums(self, range(self.rank.layer.schedule.num_heads), bias=True)
 
     def through_input(
         self,
@@ -262,6 +272,38 @@ class Gradients:
                 sums[f"{name}_bias"].add(grad.sum(0, dtype=self.rank.wide))
             if f"{name}_norm" in sums and dnorm is not None:
                 sums[f"{name}_norm"].add(dnorm)
+
+
+class OutputSums:
+    """Gradients of the output projection's columns of some heads, and of its bias, over token tiles."""
+
+    def __init__(self, grads: Gradients, heads: Sequence[int], *, bias: bool) -> None:
+        self._grads, self._heads = grads, heads
+        self._weight = TileSum() if grads.needs["o"] else None
+        self._bias = TileSum() if bias and grads.needs["o_bias"] else None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is summed."""
+        return self._weight is not None or self._bias is not None
+
+    def add(self, dy_rows: Tensor, out_rows: Tensor) -> None:
+        """Add a tile: dy ``[B*t, d]``, the attention output of the heads ``[B*t, n*D]``."""
+        with label("gradient"):
+            if self._weight is not None:
+                self._weight.add(dy_rows.t() @ out_rows)
+            if self._bias is not None:
+                self._bias.add(dy_rows.sum(0, dtype=self._grads.rank.wide))
+
+    def store(self) -> None:
+        """Round the sums and put them into the gradients."""
+        rank = self._grads.rank
+        with label("gradient"):
+            if self._weight is not None:
+                value = self._weight.result(rank.x.dtype)
+                put_heads(self._grads.weights["o"], value, self._heads, rank.layer.head_dim, dim=1)
+            if self._bias is not None:
+                self._grads.weights["o_bias"] = self._bias.result(rank.x.dtype)
 
 
 def _collector(

@@ -142,6 +142,7 @@ def assert_exact(value: Tensor, truth: Tensor, name: str, *, tolerance: float = 
     assert value.shape == truth.shape, f"{name}: shape {list(value.shape)} is not {list(truth.shape)}"
     if truth.numel() == 0:
         return
+    value, truth = value.detach(), truth.detach()
     difference = float((value.double() - truth.double()).abs().max())
     bound = tolerance * max(1.0, float(truth.double().abs().max()))
     assert difference <= bound, f"{name}: differs by {difference:.3e}, allowed {bound:.3e}"
