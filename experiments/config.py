@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
+import math
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 METHODS = ("local", "ulysses", "upipe")
 DTYPES = ("float32", "bfloat16", "float64")
@@ -33,6 +35,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "layers", "heads", "kv_heads", "ffn", "vocab"):
             at_least(f"model.{name}", getattr(self, name), 1)
+        at_least("model.norm_eps", self.norm_eps, 0)
         if self.heads % self.kv_heads:
             raise ValueError(f"model.heads={self.heads} must be a multiple of model.kv_heads={self.kv_heads}")
         if self.head_dim is None and self.hidden_size % self.heads:
@@ -117,14 +120,20 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "accumulation", "eval_batches", "save_every", "keep_checkpoints"):
             at_least(f"train.{name}", getattr(self, name), 1)
-        for name in ("warmup_steps", "eval_every", "trace_every"):
+        for name in ("warmup_steps", "eval_every", "trace_every", "weight_decay", "final_lr_fraction"):
             at_least(f"train.{name}", getattr(self, name), 0)
+        for name, limit in {"beta1": 1, "beta2": 1, "seed": 2**32}.items():
+            at_least(f"train.{name}", getattr(self, name), 0)
+            if getattr(self, name) >= limit:
+                raise ValueError(f"train.{name}={getattr(self, name)} must be below {limit}")
         if self.context is not None:
             at_least("train.context", self.context, 1)
         one_of("train.dtype", self.dtype, DTYPES)
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"train.{name}={getattr(self, name)} must be above 0")
+        if math.isinf(self.lr):
+            raise ValueError(f"train.lr={self.lr} must be finite")
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,8 @@ class Config:
     name: str = "train"
 
     def __post_init__(self) -> None:
+        if not self.out:
+            raise ValueError("out must name the folder of records and checkpoints, as out=DIR")
         if self.data.batch_size % self.train.accumulation:
             raise ValueError(
                 f"data.batch_size={self.data.batch_size} sequences must be a multiple of "
@@ -151,8 +162,8 @@ class Config:
         return Path(self.out)
 
 
-def at_least(name: str, value: int, least: int) -> None:
-    if value < least:
+def at_least(name: str, value: float, least: int) -> None:
+    if not least <= value < math.inf:
         raise ValueError(f"{name}={value} must be at least {least}")
 
 
@@ -161,23 +172,43 @@ def one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value} is not known; choose {', '.join(choices)}")
 
 
-def from_hydra(composed: DictConfig, schema: type = Config) -> Any:
+def from_hydra(composed: DictConfig, schema: type = Config, prefix: str = "") -> Any:
     """Turn a composed config into the dataclass `schema`, with its types and bounds checked.
 
+    Args:
+        composed: what Hydra made.
+        schema: the dataclass.
+        prefix: of the keys in messages, "train." for the part train.
+
     Raises:
-        ValueError: a value out of bounds, or an unknown key.
-        omegaconf.errors.OmegaConfBaseException: a wrong type or a missing value.
+        ValueError: an unknown key, a missing value, a wrong type, or a value out of bounds.
     """
+    if not isinstance(composed, DictConfig):
+        raise ValueError(f"{prefix.removesuffix('.')}={composed} must be a group of keys; set one of them")
     types = get_type_hints(schema)
-    unknown = [str(key) for key in composed if key not in types]
+    unknown = [f"{prefix}{key}" for key in composed if key not in types]
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no such key; valid: {', '.join(types)}")
-    parts = {key: from_hydra(composed[key], kind) for key, kind in types.items() if is_dataclass(kind)}
-    if parts:
-        return schema(**parts, **{key: composed[key] for key in types if key in composed and key not in parts})
+        raise ValueError(unknown_key(", ".join(unknown), schema, prefix))
+    needed = [item.name for item in fields(schema) if item.default is item.default_factory is MISSING]
+    missing = [key for key in types if OmegaConf.is_missing(composed, key) or (key in needed and key not in composed)]
+    if missing:
+        raise ValueError(f"{prefix}{missing[0]} has no value; give one with {prefix}{missing[0]}=...")
+    parts = {
+        key: from_hydra(composed[key], kind, f"{prefix}{key}.") for key, kind in types.items() if is_dataclass(kind)
+    }
+    plain = {key: composed[key] for key in types if key in composed and key not in parts}
     structured = OmegaConf.structured(schema)
     OmegaConf.set_readonly(structured, False)  # a frozen dataclass comes out read-only
-    return OmegaConf.to_object(OmegaConf.merge(structured, composed))
+    try:
+        checked = OmegaConf.to_container(OmegaConf.merge(structured, plain))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{prefix}{error.full_key}: {str(error).splitlines()[0]}") from error
+    return schema(**parts, **{key: checked[key] for key in plain})
+
+
+def unknown_key(key: str, schema: type, prefix: str = "") -> str:
+    """Return the message that `key` is none of the schema's, which start with `prefix`."""
+    return f"{key}: no such key; valid: {', '.join(prefix + name for name in get_type_hints(schema))}"
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

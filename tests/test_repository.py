@@ -33,7 +33,7 @@ FIXED_NAMES = {
     "tiled_mlp",
     "ulysses_attention",
 }
-NOT_YET = {"HeadwiseBlock", "fused_linear_cross_entropy", "ring_attention", "tiled_mlp"}
+NOT_YET = {"fused_linear_cross_entropy", "ring_attention"}
 
 
 def source_files() -> list[Path]:

@@ -5,9 +5,11 @@ Start at :func:`headwise_attention` or :class:`UPipeAttention`. The reading orde
 
 from upipe import memory
 from upipe.batch import shard_batch
+from upipe.block import HeadwiseBlock
 from upipe.headwise import headwise_attention
 from upipe.loss import context_parallel_loss
 from upipe.mask import AttentionMask
+from upipe.mlp import tiled_mlp
 from upipe.nn import UlyssesAttention, UPipeAttention
 from upipe.projections import Projections
 from upipe.rotary import Rotary
@@ -17,6 +19,7 @@ from upipe.ulysses import ulysses_attention
 __all__ = [
     "AttentionMask",
     "HeadSchedule",
+    "HeadwiseBlock",
     "Projections",
     "Rotary",
     "Stage",
@@ -26,5 +29,6 @@ __all__ = [
     "headwise_attention",
     "memory",
     "shard_batch",
+    "tiled_mlp",
     "ulysses_attention",
 ]

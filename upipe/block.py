@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from upipe.headwise import resolve
+from upipe.headwise import autocast_enabled, resolve
 from upipe.memory.label import label
 from upipe.mlp import Replay, TilePass, TokenwiseModule
 from upipe.nn import UlyssesAttention, UPipeAttention
@@ -107,7 +107,7 @@ class HeadwiseBlock(nn.Module):
         Raises:
             ValueError: see :meth:`UPipeAttention.forward`; or autocast, or an MLP that returns more than one tensor.
         """
-        if torch.is_autocast_enabled(x.device.type):
+        if autocast_enabled(x):
             raise ValueError(
                 "HeadwiseBlock runs in the dtype of its weights; leave autocast off and use bf16 weights "
                 "(FSDP2's MixedPrecisionPolicy)"
@@ -162,7 +162,7 @@ class _Block(torch.autograd.Function):
     def forward(ctx: Any, plan: BlockPlan, x: Tensor, sinks: Tensor | None, *weights: Tensor | None) -> Tensor:
         ctx.plan = plan = replace(plan, layer=replace(plan.layer, local=plan.layer.local.with_sinks(sinks)))
         proj, norm, mlp = _split(plan, weights)
-        norm_tiles, mlp_tiles = plan.norm.on(norm), plan.mlp.on(mlp)
+        norm_tiles, mlp_tiles = plan.norm.forward_pass(norm), plan.mlp.forward_pass(mlp)
         rank = RankPass(plan.layer, x, proj, norm=lambda rows: norm_tiles.forward_tile(rows)[0])
         attended = forward_stages(rank)
         ctx.replay = Replay(x.device)
@@ -185,10 +185,14 @@ class _Block(torch.autograd.Function):
         names = Projections.tensor_names()
         needs = dict(zip(("x", "sinks", *names), ctx.needs_input_grad[1:], strict=False))
         rest_needs = ctx.needs_input_grad[3 + len(names) :]
-        norm_forward = plan.norm.on(norm)
-        norm_tiles = plan.norm.on(norm, needs=rest_needs[: len(norm)])
-        mlp_tiles = plan.mlp.on(mlp, needs=rest_needs[len(norm) :])
+        norm_forward = plan.norm.forward_pass(norm)
+        mlp_tiles = plan.mlp.backward_pass(
+            mlp, needs=rest_needs[len(norm) :], needs_rows=True, num_tiles=len(plan.tiles(x.shape[1]))
+        )
         rank = RankPass(plan.layer, x, proj, norm=lambda rows: norm_forward.forward_tile(rows)[0])
+        norm_tiles = plan.norm.backward_pass(
+            norm, needs=rest_needs[: len(norm)], needs_rows=True, num_tiles=len(list(rank.input_tiles()))
+        )
         grads = Gradients(rank, needs, sinks)
         if plan.layer.keep_attention:
             pairs = zip(saved[::2], saved[1::2], strict=True)

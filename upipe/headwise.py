@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -90,7 +91,7 @@ def headwise_attention(
     >>> y.shape
     torch.Size([1, 6, 8])
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if autocast_enabled(x):
         x, proj = _cast(x, proj, torch.get_autocast_dtype(x.device.type))
     layer = resolve(
         x,
@@ -148,6 +149,16 @@ def resolve(
     )
 
 
+def autocast_enabled(x: Tensor) -> bool:
+    """Whether autocast applies to the device of `x`; meta tensors know no autocast."""
+    return torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context without autocast on the device of `x`."""
+    return torch.autocast(x.device.type, enabled=False) if autocast_enabled(x) else nullcontext()
+
+
 def _cast(x: Tensor, proj: Projections, dtype: torch.dtype) -> tuple[Tensor, Projections]:
     """Cast as autocast does for a linear; norms stay as they are, being computed in fp32."""
     names = Projections.tensor_names()
@@ -182,7 +193,7 @@ class _Headwise(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: Layer, x: Tensor, sinks: Tensor | None, *weights: Tensor | None) -> Tensor:
         layer = replace(layer, local=layer.local.with_sinks(sinks))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             rank = RankPass(layer, x, Projections.of(weights, layer.eps))
             attended = forward_stages(rank)
             y = rank.output([shards for shards, _ in attended])
@@ -199,7 +210,7 @@ class _Headwise(torch.autograd.Function):
         weights, saved = rest[: len(names)], rest[len(names) :]
         layer = replace(ctx.layer, local=ctx.layer.local.with_sinks(sinks))
         needs = dict(zip(("x", "sinks", *names), ctx.needs_input_grad[1:], strict=True))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             rank = RankPass(layer, x, Projections.of(weights, layer.eps))
             grads = Gradients(rank, needs, sinks)
             kept = None

@@ -44,6 +44,8 @@ class AttentionMask:
 
     def __post_init__(self) -> None:
         if self.window is not None:
+            if isinstance(self.window, bool) or not isinstance(self.window, int):
+                raise ValueError(f"window={self.window!r} must be an integer number of tokens")
             if self.window < 1:
                 raise ValueError(
                     f"window={self.window} must be at least 1 token (the query's own); use window=None for no window"

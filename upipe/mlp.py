@@ -12,7 +12,6 @@ Letters: B batch, S tokens of this rank, d hidden size, k size of an output, t t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -35,12 +34,12 @@ from upipe.memory.label import label
 from upipe.projections import TileSum
 
 # Temporaries of one tile: at most TILE_BYTES, and without an explicit tile_tokens at most a share of x's own bytes, so
-# that they stay small beside it at every length; below MIN_TILE_TOKENS a GEMM is slow. A token's are estimated as
-# LIVE_ROWS rows of the widest dim of any weight: what backward of SwiGLU holds at once, with room for a norm.
+# that they stay small beside it at every length; below MIN_TILE_TOKENS a GEMM is slow. A token's are estimated as what
+# backward of a SwiGLU holds at once, rows of the widest dim of any weight, and of a norm before it, rows of d.
 TILE_BYTES = 2**30
 TILE_SHARE = 10
 MIN_TILE_TOKENS = 256
-LIVE_ROWS = 6
+WIDE_ROWS, NORM_ROWS = 5, 6
 
 COUPLES_TOKENS = (_NormBase, _ConvNd, nn.RNNBase, nn.MultiheadAttention)
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
@@ -63,8 +62,8 @@ def tiled_mlp(mlp: nn.Module, x: Tensor, *, tile_tokens: int | None = None) -> O
         mlp: an MLP, mixture of experts, or norm and MLP in an ``nn.Sequential``. It gets tiles ``[1, t, d]`` (for an x
             of three dims) and returns a tensor or a tuple of tensors, each ``[1, t, ..., k]`` or ``[t, ..., k]``.
         x: ``[..., d]``, at least two dims, any strides.
-        tile_tokens: t; None takes what fits into a tenth of x's bytes, but at least 256. It depends on shapes and dtypes
-            only.
+        tile_tokens: t; None takes what fits into a tenth of x's bytes, but at least 256. It depends on shapes and
+            dtypes only.
 
     Returns:
         What ``mlp(x)`` returns, outputs contiguous.
@@ -92,7 +91,7 @@ def tiled_mlp(mlp: nn.Module, x: Tensor, *, tile_tokens: int | None = None) -> O
     def run(anchors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         weights = tokenwise.weights()
         if not train:
-            return _forward(tokenwise.on(weights), x, size)[0]
+            return _forward(tokenwise.forward_pass(weights), x, size)[0]
         outputs: tuple[Tensor, ...] = _Tiled.apply(tokenwise, size, len(anchors), x, *anchors, *weights)
         return outputs
 
@@ -112,10 +111,10 @@ class TokenwiseModule:
 
     >>> tokenwise = TokenwiseModule(nn.Linear(4, 3, bias=False))
     >>> weights, rows, dout = tokenwise.weights(), torch.randn(6, 4), torch.randn(6, 3)
-    >>> forward, backward = tokenwise.on(weights), tokenwise.on(weights, needs=[True])
-    >>> out, = forward.forward_tile(rows)
-    >>> drows = torch.cat([backward.backward_tile(rows[tile], [dout[tile]]) for tile in (slice(0, 4), slice(4, 6))])
-    >>> dweight, = backward.gradients()
+    >>> (out,) = tokenwise.forward_pass(weights).forward_tile(rows)
+    >>> backward = tokenwise.backward_pass(weights, needs=[True], needs_rows=True, num_tiles=2)
+    >>> drows = [backward.backward_tile(rows[tile], [dout[tile]]) for tile in (slice(0, 4), slice(4, 6))]
+    >>> (dweight,) = backward.gradients()
     >>> torch.allclose(dweight, dout.T @ rows, atol=1e-5)
     True
     """
@@ -137,15 +136,22 @@ class TokenwiseModule:
         """
         return tuple(_whole(names[0], self.module.get_parameter(names[0])) for names in self._names)
 
-    def on(self, weights: Sequence[Tensor], *, needs: Sequence[bool] = (), needs_rows: bool = True) -> TilePass:
-        """Start a pass over the tiles.
+    def forward_pass(self, weights: Sequence[Tensor]) -> TilePass:
+        """Start a forward over the tiles with `weights`, which :meth:`weights` returned."""
+        return TilePass(self, self._names, weights, needs=[False] * len(weights), needs_rows=False, num_tiles=1)
+
+    def backward_pass(
+        self, weights: Sequence[Tensor], *, needs: Sequence[bool], needs_rows: bool, num_tiles: int
+    ) -> TilePass:
+        """Start a backward over the tiles.
 
         Args:
-            weights: what :meth:`weights` returned, or the same saved for backward.
-            needs: for backward, which of them get a gradient.
-            needs_rows: for backward, whether the rows do.
+            weights: as in forward.
+            needs: which of them get a gradient.
+            needs_rows: whether the rows do.
+            num_tiles: how many there are. The share of a lone one is the gradient; else shares are added up in fp32.
         """
-        return TilePass(self, self._names, weights, needs or [False] * len(weights), needs_rows)
+        return TilePass(self, self._names, weights, needs=needs, needs_rows=needs_rows, num_tiles=num_tiles)
 
     def tile_tokens(self, x: Tensor, explicit: int | None = None) -> int:
         """Return t for an input ``[..., d]``; it depends on shapes and dtypes only, so it is the same on all ranks.
@@ -154,7 +160,7 @@ class TokenwiseModule:
             ValueError: `explicit` is no number of tokens, or too large.
         """
         widest = max([x.shape[-1], *(max(p.shape[-2:]) for p in self.module.parameters() if p.dim())])
-        token_bytes = LIVE_ROWS * max(widest, 1) * x.itemsize
+        token_bytes = max(1, WIDE_ROWS * widest + NORM_ROWS * x.shape[-1]) * x.itemsize
         largest = max(MIN_TILE_TOKENS, TILE_BYTES // token_bytes)
         if explicit is None:
             return min(largest, max(MIN_TILE_TOKENS, x.numel() * x.itemsize // (TILE_SHARE * token_bytes)))
@@ -178,8 +184,10 @@ class TilePass:
         tokenwise: TokenwiseModule,
         names: tuple[tuple[str, ...], ...],
         weights: Sequence[Tensor],
+        *,
         needs: Sequence[bool],
         needs_rows: bool,
+        num_tiles: int,
     ) -> None:
         self._tokenwise, self._needs_rows = tokenwise, needs_rows
         self._leaves = [weight.detach().requires_grad_(needed) for weight, needed in zip(weights, needs, strict=True)]
@@ -188,7 +196,7 @@ class TilePass:
         for index, leaf in enumerate(self._leaves):
             if leaf.requires_grad:
                 # Taken as soon as it is there: one weight's share of a tile exists at a time.
-                leaf.register_post_accumulate_grad_hook(_taker(self._sums, index))
+                leaf.register_post_accumulate_grad_hook(_taker(self._sums, index, lone=num_tiles == 1))
         vectors = {id(leaf): index for index, leaf in enumerate(self._leaves) if leaf.requires_grad and leaf.dim() == 1}
         self._wide_biases: AbstractContextManager[Any] = _WideBiases(vectors, self._sums) if vectors else nullcontext()
 
@@ -206,8 +214,8 @@ class TilePass:
         written = sorted(name for name in after if before.get(name) != after[name])
         if written:
             raise ValueError(
-                f"{type(self._tokenwise.module).__name__} writes to {', '.join(written)} in forward, which would happen "
-                "once a tile and again in backward; put it into eval mode, or call it without tiles"
+                f"{type(self._tokenwise.module).__name__} writes to {', '.join(written)} in forward, which would "
+                "happen once a tile and again in backward; put it into eval mode, or call it without tiles"
             )
         return outputs
 
@@ -257,8 +265,8 @@ class TilePass:
         for value in outputs:
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"{type(self._tokenwise.module).__name__} returns a {type(value).__name__}; it must return a tensor "
-                    "or a tuple of tensors, each [..., k] per token"
+                    f"{type(self._tokenwise.module).__name__} returns a {type(value).__name__}; it must return a "
+                    "tensor or a tuple of tensors, each [..., k] per token"
                 )
         return outputs
 
@@ -275,17 +283,17 @@ class _WideBiases(TorchFunctionMode):
         self._biases, self._sums = biases, sums
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
         if func is F.linear:
-            bias = args[2] if len(args) > 2 else kwargs.get("bias")
-            index = self._biases.get(id(bias))
-            if index is not None:
-                weight = args[1] if len(args) > 1 else kwargs["weight"]
-                out = func(args[0] if args else kwargs["input"], weight, bias.detach())
-                if out.requires_grad:  # else there is nothing before it that a hook would be on the way to
-                    out.register_hook(_bias_taker(self._sums, index))
-                    return out
-        return func(*args, **kwargs)
+            return self._linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        index = self._biases.get(id(bias))
+        if bias is None or index is None or not (input.requires_grad or weight.requires_grad):
+            return F.linear(input, weight, bias)
+        out = F.linear(input, weight, bias.detach())
+        out.register_hook(_bias_taker(self._sums, index))
+        return out
 
 
 class Replay:
@@ -377,7 +385,7 @@ class _Tiled(torch.autograd.Function):
         ctx.anchors = [(anchor.dtype, anchor.device) for anchor in tensors[:num_anchors]]
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        outputs, ctx.num_lead = _forward(tokenwise.on(weights), x, size)
+        outputs, ctx.num_lead = _forward(tokenwise.forward_pass(weights), x, size)
         ctx.mark_non_differentiable(*(out for out in outputs if not (out.is_floating_point() or out.is_complex())))
         return outputs
 
@@ -387,14 +395,17 @@ class _Tiled(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         _, _, _, needs_x, *needs = ctx.needs_input_grad
         anchors = [torch.empty(0, dtype=dtype, device=device) for dtype, device in ctx.anchors]
-        tiles = ctx.tokenwise.on(weights, needs=needs[len(anchors) :], needs_rows=needs_x)
+        tiles = list(_tiles(x, ctx.size))
+        backward = ctx.tokenwise.backward_pass(
+            weights, needs=needs[len(anchors) :], needs_rows=needs_x, num_tiles=len(tiles)
+        )
         dx = None
         if needs_x:
             with label("mlp.dx"):
                 dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         with ctx.replay.again(), label("mlp.tile"):
-            for tokens in _tiles(x, ctx.size):
-                drows = tiles.backward_tile(
+            for tokens in tiles:
+                drows = backward.backward_tile(
                     _take(x, x.dim() - 1, tokens),
                     [
                         None if dout is None else _take(dout, num_lead, tokens)
@@ -404,7 +415,7 @@ class _Tiled(torch.autograd.Function):
                 if dx is not None and drows is not None:
                     _take(dx, x.dim() - 1, tokens).copy_(drows)
                 del drows
-        return None, None, None, dx, *anchors, *tiles.gradients()
+        return None, None, None, dx, *anchors, *backward.gradients()
 
 
 def _forward(tiles: TilePass, x: Tensor, size: int) -> tuple[tuple[Tensor, ...], list[int]]:
@@ -449,7 +460,7 @@ def _tiles(x: Tensor, size: int) -> Iterator[slice]:
 
 
 def _take(tensor: Tensor, num_lead: int, tokens: slice) -> Tensor:
-    """Return a tile ``[1, ..., t, ...]`` of a tensor with `num_lead` dims of tokens: a view, or a copy if it must be."""
+    """Return a tile ``[1, ..., t, ...]`` of a tensor with `num_lead` dims of tokens: a view, or a copy if need be."""
     lead, rest = tensor.shape[:num_lead], tensor.shape[num_lead:]
     try:
         rows = tensor.view(lead.numel(), *rest)[tokens]
@@ -458,11 +469,14 @@ def _take(tensor: Tensor, num_lead: int, tokens: slice) -> Tensor:
     return rows.view((1,) * (num_lead - 1) + rows.shape)
 
 
-def _taker(sums: dict[int, TileSum], index: int) -> Callable[[Tensor], None]:
+def _taker(sums: dict[int, TileSum], index: int, *, lone: bool) -> Callable[[Tensor], None]:
     def take(leaf: Tensor) -> None:
-        assert leaf.grad is not None
+        share = leaf.grad
+        assert share is not None
         with label("gradient"):
-            sums.setdefault(index, TileSum()).add(leaf.grad)
+            if index not in sums and not lone:
+                share = share.to(accumulate_dtype(share.dtype))
+            sums.setdefault(index, TileSum()).add(share)
         leaf.grad = None
 
     return take

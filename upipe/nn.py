@@ -94,6 +94,8 @@ class UPipeAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(f"hidden_size={hidden_size} is no multiple of num_heads={num_heads}; pass head_dim")
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if self.head_dim < 1:
+            raise ValueError(f"head_dim={self.head_dim} must be at least 1")
         if rotary is not None and rotary.head_dim != self.head_dim:
             raise ValueError(f"rotary is for head_dim={rotary.head_dim} but the layer has head_dim={self.head_dim}")
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -148,9 +150,10 @@ class UPipeAttention(nn.Module):
                     f"{name} is still sharded; wrap the attention layer or its block (fully_shard), not its Linears"
                 )
             if getattr(linear.forward, "__func__", None) is not nn.Linear.forward:
+                kind = f"{type(linear).__module__}.{type(linear).__name__}"
                 raise ValueError(
-                    f"{name} is a {type(linear).__name__}, whose forward is not that of nn.Linear and would be passed "
-                    "over; merge the adapter, or use UlyssesAttention, which calls its projections"
+                    f"{name} is a {kind}, whose forward is not that of nn.Linear and would be passed over; merge the "
+                    "adapter, or use UlyssesAttention, which calls its projections"
                 )
             if linear._forward_hooks or linear._forward_pre_hooks:
                 raise ValueError(
@@ -219,6 +222,8 @@ class UlyssesAttention(UPipeAttention):
         """Attend; see :meth:`UPipeAttention.forward`."""
         if x.dim() != 3 or not x.numel():
             raise ValueError(f"x must be [B, S, d] with at least one token, got {list(x.shape)}")
+        if x.shape[2] != self.q_proj.in_features:
+            raise ValueError(f"x is {list(x.shape)} but the layer has hidden_size={self.q_proj.in_features}")
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             # As in UPipeAttention: computed in fp32, rounded once, whatever the dtype of the norm's weight.

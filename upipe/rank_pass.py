@@ -96,6 +96,11 @@ class RankPass:
         for start in range(0, self.tokens, size):
             yield slice(start, min(start + size, self.tokens))
 
+    def input_tiles(self) -> Iterator[slice]:
+        """Cut this rank's tokens into the tiles of :meth:`Gradients.through_input`."""
+        schedule = self.layer.schedule
+        return self.tiles((schedule.num_heads + 2 * schedule.num_kv_heads) * self.layer.head_dim)
+
     def rotation(self, tokens: slice) -> tuple[Tensor, Tensor] | None:
         """Return cos and sin of a tile, ``[t, R/2]`` or ``[B, t, R/2]``."""
         if self._tables is None:
@@ -249,7 +254,7 @@ class Gradients:
         }
         collect = _collector(dq_shards, dkv_shards, schedule)
         with label("attn.tile"):
-            for tokens in rank.tiles((schedule.num_heads + 2 * schedule.num_kv_heads) * rank.layer.head_dim):
+            for tokens in rank.input_tiles():
                 rows, drows = rank.rows(tokens), None
                 for name, projection in projections.items():
                     rotation = None if name == "v" else rank.rotation(tokens)

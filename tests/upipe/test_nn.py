@@ -320,7 +320,9 @@ def with_lora(kind: type[UPipeAttention], *targets: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
 def test_upipe_refuses_an_adapter_by_name(name):
     layer = with_lora(UPipeAttention, name)
-    with pytest.raises(ValueError, match=f"^{name} is a Linear, whose forward is not that of nn.Linear and would be"):
+    with pytest.raises(
+        ValueError, match=rf"^{name} is a peft\S+\.Linear, whose forward is not that of nn.Linear and would be"
+    ):
         layer(torch.ones(1, TOKENS, HIDDEN, dtype=torch.float64))
 
 

@@ -54,7 +54,8 @@ def select_kernel(name: str, mask: AttentionMask, like: Tensor) -> Kernel:
     reason = by_name[name].refuses(request)
     if reason is not None:
         others = [kernel.name for kernel in KERNELS if kernel.refuses(request) is None]
-        raise ValueError(f"kernel={name!r} cannot do this: {reason}; choose auto or {', '.join(others)}")
+        way_out = f"choose auto or {', '.join(others)}" if others else "no kernel can; use a floating dtype"
+        raise ValueError(f"kernel={name!r} cannot do this: {reason}; {way_out}")
     return by_name[name]
 
 

@@ -24,7 +24,9 @@ def installed_version() -> int | None:
     """Return 3 or 2, or None where flash-attn cannot be imported. Imports nothing."""
     if importlib.util.find_spec("flash_attn_interface") is not None:
         return 3
-    return 2 if importlib.util.find_spec("flash_attn") is not None else None
+    spec = importlib.util.find_spec("flash_attn")
+    # Version 4 ships a namespace package of this name, without the functions of version 2.
+    return 2 if spec is not None and spec.origin is not None else None
 
 
 def _interface() -> tuple[int, ModuleType]:
