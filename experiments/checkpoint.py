@@ -14,14 +14,19 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from experiments.config import Config, flat
 from experiments.step import TrainingStep
 
 # What a checkpoint's weights and position in the data depend on. Method, ranks and length of training may change.
-BOUND = ("model.", "data.source", "data.sequence_length", "data.shuffle", "data.held_out_fraction", "train.seed")
+BOUND = (
+    *("model.", "data.source", "data.token_dtype", "data.sequence_length", "data.shuffle", "data.held_out_fraction"),
+    "train.seed",
+)
 RUN_FILE = "run.json"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class Checkpoints:
@@ -47,36 +52,42 @@ class Checkpoints:
     def save(self, step: int, training: TrainingStep, loader_state: dict[str, int]) -> None:
         """Save after `step` steps; all ranks call it."""
         target = self.folder / f"step_{step:08d}"
-        partial = self.folder / f".partial_{target.name}"
+        partial = self._partial(target)
         if dist.get_rank() == 0:
-            for leftover in self.folder.glob(".partial_*"):
-                shutil.rmtree(leftover)
+            self.remove_leftovers()
             partial.mkdir(parents=True)
         dist.barrier()
-        model, optimizer = get_state_dict(training.decoder, training.optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=partial)
+        try:
+            dcp.save(_state(training), checkpoint_id=partial)
+        except CheckpointException as error:
+            # It wraps Ctrl-C too.
+            if any(isinstance(cause, KeyboardInterrupt) for cause, _ in error.failures.values()):
+                raise KeyboardInterrupt from None
+            raise
         dist.barrier()
         if dist.get_rank() == 0:
-            run = {
-                "step": step,
-                "loader": loader_state,
-                "scheduler": training.scheduler.state_dict(),
-                "config": self.bound,
-            }
-            run["scheduler"].pop("lr_lambdas")
             with (partial / RUN_FILE).open("w") as file:
-                json.dump(run, file, indent=1)
+                json.dump({"step": step, "loader": loader_state, "config": self.bound}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
-            if target.exists():
+            if target.exists():  # without RUN_FILE, so no checkpoint
                 shutil.rmtree(target)
             partial.rename(target)
             for old in sorted(self.folder.glob("step_*"))[: -self.keep]:
-                shutil.rmtree(old)
+                old.rename(self._partial(old))  # never half there under its name
+            self.remove_leftovers()
         dist.barrier()
 
+    def remove_leftovers(self) -> None:
+        """Remove what killed runs left unfinished; one rank calls it."""
+        for leftover in self.folder.glob(".partial_*"):
+            shutil.rmtree(leftover)
+
+    def _partial(self, checkpoint: Path) -> Path:
+        return self.folder / f".partial_{checkpoint.name}"
+
     def read_run(self, checkpoint: Path) -> dict[str, Any]:
-        """Return step, loader state and scheduler state of a checkpoint.
+        """Return step and loader state of a checkpoint.
 
         Raises:
             ValueError: it is of another model or other data; the values are named.
@@ -93,8 +104,23 @@ class Checkpoints:
         return run
 
     def load(self, checkpoint: Path, training: TrainingStep, run: dict[str, Any]) -> None:
-        """Load weights, optimizer and scheduler; all ranks call it."""
-        model, optimizer = get_state_dict(training.decoder, training.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
-        set_state_dict(training.decoder, training.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        training.scheduler.load_state_dict(run["scheduler"] | {"lr_lambdas": [None]})
+        """Load weights and optimizer; all ranks call it."""
+        state = _state(training)
+        dcp.load(state, checkpoint_id=checkpoint)
+        if training.config.model.tied_head:
+            state["model"][HEAD] = state["model"][EMBEDDING]
+        set_state_dict(
+            training.decoder,
+            training.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        training.steps = run["step"]
+
+
+def _state(training: TrainingStep) -> dict[str, dict[str, Any]]:
+    """Return what is saved; a head that is the embedding once."""
+    model, optimizer = get_state_dict(training.decoder, training.optimizer)
+    if training.config.model.tied_head:
+        del model[HEAD]
+    return {"model": model, "optimizer": optimizer}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from experiments.config import Config
 from experiments.model import Decoder, initialise
-from upipe import context_parallel_loss, shard_batch
+from upipe import AttentionMask, context_parallel_loss, shard_batch
 from upipe.collectives import all_reduce_sum
 from upipe.integrations.fsdp import sum_gradients
+from upipe.kernels import select_kernel
 from upipe.loss import valid_token_count
 from upipe.memory.label import label
 
@@ -31,12 +33,13 @@ class NonFiniteError(ArithmeticError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found: token-weighted NLL over the whole global batch, gradient norm, valid and all tokens."""
+    """What a step found, token-weighted over the whole global batch, and the learning rate it used."""
 
     nll: float
     grad_norm: float
     valid_tokens: int
     tokens: int
+    lr: float
 
 
 def build_mesh(config: Config) -> DeviceMesh:
@@ -61,8 +64,12 @@ def build_step(config: Config, mesh: DeviceMesh) -> TrainingStep:
     """Build the model, sharded over all ranks by FSDP2, its optimizer and the step.
 
     The model is built on the meta device and filled after sharding, so no rank ever holds all of it.
+
+    Raises:
+        ValueError: the method does not fit the model's heads, or the kernel does not cover what it would get.
     """
     dtype = getattr(torch, config.train.dtype)
+    check_kernel(config, dtype)
     master = torch.float64 if dtype is torch.float64 else torch.float32
     with torch.device("meta"):
         decoder = Decoder(config.model, config.method, mesh["context"].get_group()).to(master)
@@ -79,26 +86,36 @@ def build_step(config: Config, mesh: DeviceMesh) -> TrainingStep:
     return TrainingStep(config, mesh, decoder)
 
 
+def check_kernel(config: Config, dtype: torch.dtype) -> None:
+    """Raise what the first forward would raise."""
+    borders = torch.tensor([0, config.data.sequence_length], dtype=torch.int32) if config.data.documents else None
+    like = torch.empty(0, config.model.head_size, dtype=dtype, device=config.hardware.device)
+    select_kernel(config.method.kernel, AttentionMask(cu_seqlens=borders), like)
+
+
 class TrainingStep:
-    """Forward, backward, clip and update on one global batch, given as micro-batches."""
+    """Forward, backward, clip and update on one global batch, given as micro-batches; `steps` counts those done."""
 
     def __init__(self, config: Config, mesh: DeviceMesh, decoder: Decoder) -> None:
         self.config, self.mesh, self.decoder = config, mesh, decoder
-        train = config.train
+        self.steps = 0
         self.context = mesh["context"].get_group()
         self.ranks = dist.group.WORLD
         self.device = torch.device(config.hardware.device)
-        self.optimizer = torch.optim.AdamW(
-            decoder.parameters(), lr=train.lr, betas=(train.beta1, train.beta2), weight_decay=train.weight_decay
-        )
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, self._lr_factor)
+        self.optimizer = torch.optim.AdamW(decoder.parameters(), **self._options())
 
-    def _lr_factor(self, step: int) -> float:
+    def _options(self) -> dict[str, Any]:
+        """Return the optimizer's options for the next step."""
+        train = self.config.train
+        lr = train.lr * self._lr_factor()
+        return {"lr": lr, "betas": (train.beta1, train.beta2), "weight_decay": train.weight_decay}
+
+    def _lr_factor(self) -> float:
         """Linear warm-up, then a cosine down to final_lr_fraction."""
         train = self.config.train
-        if step < train.warmup_steps:
-            return (step + 1) / train.warmup_steps
-        progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+        if self.steps < train.warmup_steps:
+            return (self.steps + 1) / train.warmup_steps
+        progress = (self.steps - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
         cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
         return train.final_lr_fraction + (1 - train.final_lr_fraction) * cosine
 
@@ -109,7 +126,7 @@ class TrainingStep:
             micro_batches: this data rank's part, whole sequences ``[B, T]``, labels unshifted.
 
         Raises:
-            NonFiniteError: a loss or the gradient norm is not finite, with the rank; weights are as before the step.
+            NonFiniteError: the loss, with its rank, or the gradient norm is not finite; weights are as before the step.
         """
         self.optimizer.zero_grad()
         batches = [self._shard(batch) for batch in micro_batches]
@@ -123,12 +140,15 @@ class TrainingStep:
         norm = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), self.config.train.clip)
         grad_norm = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if not math.isfinite(grad_norm):
-            raise NonFiniteError(f"the gradient norm is {grad_norm}")
+            raise NonFiniteError(f"the gradient norm over all ranks is {grad_norm}")
+        options = self._options()
+        for group in self.optimizer.param_groups:
+            group |= options  # a checkpoint brought those of its run
         with label("optimizer"):
             self.optimizer.step()
-        self.scheduler.step()
+        self.steps += 1
         counts = all_reduce_sum(torch.stack([valid, torch.tensor(_tokens(batches), device=self.device)]), self.ranks)
-        return StepResult(nll, grad_norm, int(counts[0]), int(counts[1]))
+        return StepResult(nll, grad_norm, int(counts[0]), int(counts[1]), options["lr"])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[dict[str, Tensor]]) -> float:
@@ -137,20 +157,32 @@ class TrainingStep:
         for batch in map(self._shard, batches):
             loss += self.decoder(batch)
             valid += valid_token_count(batch["labels"])
+        self.decoder.reshard()  # FSDP leaves that to a backward
         return self._sum_over_ranks(context_parallel_loss(loss, valid, self.ranks))
+
+    @torch.no_grad()
+    def check_weights(self) -> None:
+        """All ranks call it.
+
+        Raises:
+            NonFiniteError: a weight is not finite, with the rank that holds it.
+        """
+        weights = self.optimizer.param_groups[0]["params"]
+        finite = torch.stack([weight.to_local().isfinite().all() for weight in weights]).all()
+        self._sum_over_ranks(torch.where(finite, 0.0, torch.nan), "a weight")
 
     def _shard(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         moved = {name: tensor.to(self.device) for name, tensor in batch.items()}
         return shard_batch(moved, group=self.context)
 
-    def _sum_over_ranks(self, share: Tensor) -> float:
+    def _sum_over_ranks(self, share: Tensor, name: str = "the loss") -> float:
         """Add the shares of all ranks, in rank order so that every rank gets the same bits."""
         shares = [torch.empty_like(share) for _ in range(self.ranks.size())]
         dist.all_gather(shares, share, group=self.ranks)
         values = torch.stack(shares).tolist()
         for rank, value in enumerate(values):
             if not math.isfinite(value):
-                raise NonFiniteError(f"the loss of rank {rank} is {value}")
+                raise NonFiniteError(f"{name} of rank {rank} is {value}")
         return math.fsum(values)
 
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,22 +29,22 @@ HEADER = f"{'step':>6}  {'loss (nll)':>10}  {'grad norm':>9}  {'tokens/s':>9}  {
 
 
 def main() -> None:
-    error, config = None, None
+    config, error = None, None
     try:
-        config = compose("train")
-    except USER_ERRORS as caught:
-        error = one_line(caught)
-    if config is None and error is None:
-        return
-    join_ranks()
-    try:
+        try:
+            config = compose("train")
+        except USER_ERRORS as caught:
+            error = one_line(caught)
+        if config is None and error is None:
+            return
+        join_ranks()
         agree(error)
         check_same_config(config)
         Training(config).run()
     except NonFiniteError as caught:
         fail_together(str(caught))
     except KeyboardInterrupt:
-        if dist.get_rank() == 0:
+        if os.environ.get("RANK", "0") == "0":
             print("interrupted; the same command continues from the last checkpoint", file=sys.stderr)
         raise SystemExit(130) from None
     finally:
@@ -56,8 +56,6 @@ def join_ranks() -> None:
     """Join the ranks that torchrun started, or make a group of one."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -75,11 +73,38 @@ def agree(error: str | None) -> None:
     fail_together(f"{where}{text}")
 
 
+def together(part: Callable[[], None]) -> None:
+    """Run what a user's mistake can end; all ranks end with it."""
+    error = None
+    try:
+        part()
+    except USER_ERRORS as caught:
+        error = one_line(caught)
+    agree(error)
+
+
 def fail_together(message: str) -> None:
     """Exit with 2 on every rank; rank 0 prints the line."""
     if dist.get_rank() == 0:
         fail(message)
     raise SystemExit(2)
+
+
+def use_device(config: Config) -> None:
+    """Take this rank's GPU, where the config wants one.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if config.hardware.device != "cuda":
+        return
+    rank, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count:
+        raise ValueError(
+            f"hardware={config.hardware.name} needs a CUDA device a rank and torch {torch.__version__} sees {count}; "
+            + (f"start at most {count} ranks a machine" if count else "use hardware=cpu")
+        )
+    torch.cuda.set_device(rank)
 
 
 def check_same_config(config: Config) -> None:
@@ -101,33 +126,38 @@ class Training:
         self.leader = dist.get_rank() == 0
         self.ranks = dist.get_world_size()
         self.commit, self.versions = commit(), versions()
-        error = None
-        try:
-            self._set_up()
-        except USER_ERRORS as caught:
-            error = one_line(caught)
-        agree(error)
+        together(self._read)
+        together(self._build)
+        together(self._resume)
 
-    def _set_up(self) -> None:
+    def _read(self) -> None:
+        """Open what the run needs; other ranks may find something else, so nothing here waits for them."""
         config = self.config
+        use_device(config)
         self.out = open_output(config.out)
-        self.checkpoints = Checkpoints(config, self.out / "checkpoints")
-        resumed = self.checkpoints.latest()
-        run = None if resumed is None else self.checkpoints.read_run(resumed)
-        corpus = load_tokens(config.data.source, config.model.vocab, token_dtype=config.data.token_dtype)
-        train_part, self.held_out = split(corpus, config.data.held_out_fraction)
-        mesh = build_mesh(config)
-        self.shards, self.shard = mesh["data"].size(), mesh["data"].get_local_rank()
-        self.loader = self._batches(train_part)
-        self.held_out_batches()  # raises now, not at the first evaluation
-        self.training: TrainingStep = build_step(config, mesh)
         self.records = RecordFile(self.out / "records.jsonl")
+        self.records.read()
+        self.checkpoints = Checkpoints(config, self.out / "checkpoints")
+        self.resumed = self.checkpoints.latest()
+        self.run_state = None if self.resumed is None else self.checkpoints.read_run(self.resumed)
+        corpus = load_tokens(config.data.source, config.model.vocab, token_dtype=config.data.token_dtype)
+        self.train_part, self.held_out = split(corpus, config.data.held_out_fraction)
+
+    def _build(self) -> None:
+        mesh = build_mesh(self.config)
+        self.shards, self.shard = mesh["data"].size(), mesh["data"].get_local_rank()
+        self.loader = self._batches(self.train_part)
+        self.held_out_batches()  # raises now, not at the first evaluation
+        self.training: TrainingStep = build_step(self.config, mesh)
+
+    def _resume(self) -> None:
         self.step, self.live_peak = 0, None
-        if run is not None and resumed is not None:
-            self.checkpoints.load(resumed, self.training, run)
-            self.loader.load_state_dict(run["loader"])
-            self.step = run["step"]
+        if self.resumed is not None:
+            self.loader.load_state_dict(self.run_state["loader"])
+            self.checkpoints.load(self.resumed, self.training, self.run_state)
+            self.step = self.run_state["step"]
         if self.leader:
+            self.checkpoints.remove_leftovers()
             self.records.truncate_after(self.step)
 
     def _batches(self, corpus: Corpus) -> Batches:
@@ -169,19 +199,33 @@ class Training:
                 self._one_step(console)
                 progress.update(task, completed=self.step)
                 last = self.step == train.steps
-                if train.eval_every and (self.step % train.eval_every == 0 or last):
-                    self._evaluate(console)
-                if self.step % train.save_every == 0 or last:
-                    self.checkpoints.save(self.step, self.training, self.loader.state_dict())
+                with self._named_failures(self.step):
+                    if train.eval_every and (self.step % train.eval_every == 0 or last):
+                        self._evaluate(console)
+                    if self.step % train.save_every == 0 or last:
+                        self.training.check_weights()
+                        self.checkpoints.save(self.step, self.training, self.loader.state_dict())
         self.say(console, f"records and checkpoints are in {self.out}")
 
     def _title(self) -> str:
         config = self.config
         where = f"from step {self.step}" if self.step else "from the beginning"
+        if self.step >= config.train.steps:
+            where = f"all {self.step} steps are done; a larger train.steps continues"
         return (
             f"{config.model.name}, method {config.method.name}, {self.ranks} ranks "
             f"({self.shards} data x {self.ranks // self.shards} context), {config.data.sequence_length} tokens, {where}"
         )
+
+    @contextlib.contextmanager
+    def _named_failures(self, step: int) -> Iterator[None]:
+        """Add step and way out to a NonFiniteError."""
+        try:
+            yield
+        except NonFiniteError as caught:
+            last = self.checkpoints.latest()
+            kept = "no checkpoint was written yet" if last is None else f"the last checkpoint is {last}"
+            raise NonFiniteError(f"step {step}: {caught}; {kept}; lower train.lr or check the data") from None
 
     def say(self, console: Console, line: str) -> None:
         if self.leader:
@@ -190,20 +234,15 @@ class Training:
     def _one_step(self, console: Console) -> None:
         started = time.perf_counter()
         batches = [self.loader.next_batch() for _ in range(self.config.train.accumulation)]
-        try:
+        with self._named_failures(self.step + 1):
             result = self._measured(lambda: self.training(batches))
-        except NonFiniteError as caught:
-            last = self.checkpoints.latest()
-            kept = "no checkpoint was written yet" if last is None else f"the last good checkpoint is {last}"
-            raise NonFiniteError(f"step {self.step + 1}: {caught}; {kept}; lower train.lr or check the data") from None
         seconds = time.perf_counter() - started
         self.step += 1
-        lr = self.training.scheduler.get_last_lr()[0]
         speed = result.tokens / seconds
         peak = "-" if self.live_peak is None else f"{self.live_peak / 2**20:.1f} MiB"
         self.say(
             console,
-            f"{self.step:6d}  {result.nll:10.6f}  {result.grad_norm:9.4f}  {speed:9.0f}  {peak:>10}  {lr:8.2e}",
+            f"{self.step:6d}  {result.nll:10.6f}  {result.grad_norm:9.4f}  {speed:9.0f}  {peak:>10}  {result.lr:8.2e}",
         )
         self._record(
             "nll",
@@ -211,7 +250,7 @@ class Training:
             split="train",
             grad_norm=result.grad_norm,
             valid_tokens=result.valid_tokens,
-            lr=lr,
+            lr=result.lr,
             tokens_per_s_per_rank=speed / self.ranks,
             live_peak_bytes=self.live_peak,
         )

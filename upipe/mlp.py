@@ -464,7 +464,7 @@ def _take(tensor: Tensor, num_lead: int, tokens: slice) -> Tensor:
     lead, rest = tensor.shape[:num_lead], tensor.shape[num_lead:]
     try:
         rows = tensor.view(lead.numel(), *rest)[tokens]
-    except RuntimeError:  # strides that no flat view has
+    except (RuntimeError, ValueError):  # strides that no flat view has; fake tensors say so by the latter
         rows = tensor[torch.unravel_index(torch.arange(tokens.start, tokens.stop, device=tensor.device), lead)]
     return rows.view((1,) * (num_lead - 1) + rows.shape)
 

@@ -787,7 +787,7 @@ def flash_attn_3() -> dict[str, ModuleType]:
 
 def module(name: str, *functions: Callable[..., Any]) -> ModuleType:
     made = ModuleType(name)
-    made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None, origin="made here", is_package=name == "flash_attn")
     for function in functions:
         setattr(made, function.__name__, function)
     return made
