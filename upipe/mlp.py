@@ -55,8 +55,9 @@ def tiled_mlp(mlp: nn.Module, x: Tensor, *, tile_tokens: int | None = None) -> O
     of zeros, not None, so that ranks agree on which gradients exist. Under autocast weights are cast once a tile;
     bf16 weights (FSDP2's MixedPrecisionPolicy) are not.
 
-    FSDP2 works on the block around it, on `mlp` and on its parts. Parts are gathered together before the first tile of
-    forward and of backward, released after each, and reduced once; no tile waits for another rank.
+    FSDP2 works on the block around it, on `mlp` and on its parts. Parts are gathered before the first tile, all of them
+    together, released after the last, and the same in backward; they are reduced once. No tile waits for another rank,
+    so ranks may have different numbers of tiles.
 
     Args:
         mlp: an MLP, mixture of experts, or norm and MLP in an ``nn.Sequential``. It gets tiles ``[1, t, d]`` (for an x
@@ -73,8 +74,9 @@ def tiled_mlp(mlp: nn.Module, x: Tensor, *, tile_tokens: int | None = None) -> O
             convolution, attention), that writes to its input, its weights or its buffers, or that has hooks of DDP or
             FSDP1; weights that are not whole; an output that is not per token.
 
-    Cost: forward keeps x. Temporaries of at most a tenth of x where 256 tokens fit into it, and the gradients of the
-    weights in fp32 with one more of one weight (tests/upipe/test_mlp.py, TestMemory).
+    Cost: forward keeps x. Temporaries take a tenth of x, less above 10 GiB, more where 256 tokens do not fit into it;
+    beside them backward holds the gradients of the weights in fp32 and one tile's of one weight, of which nothing grows
+    with the number of tiles (tests/upipe/test_mlp.py, TestMemory).
 
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
     >>> x = torch.randn(2, 5, 4)
@@ -516,7 +518,7 @@ def _check(module: nn.Module) -> None:
                 f"a {type(part).__name__} shares an FSDP2 group with modules outside mlp; "
                 "give it a group of its own, or put all of the group into one nn.Sequential"
             )
-    gathered = {id(parameter) for _, part in states for parameter in part.parameters()}
+    gathered = {id(parameter) for state, _ in states for part in state._modules for parameter in part.parameters()}
     for name, parameter in module.named_parameters():
         if id(parameter) not in gathered:
             _whole(name, parameter)

@@ -67,7 +67,8 @@ def serve() -> None:
             for file in (out, err):
                 file.seek(0)
                 texts.append(file.read())
-        print(json.dumps({"code": code, "out": texts[0], "err": texts[1]}), flush=True)
+        sys.stdout.write(json.dumps({"code": code, "out": texts[0], "err": texts[1]}) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
