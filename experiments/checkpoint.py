@@ -46,8 +46,10 @@ class Checkpoints:
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint."""
-        found = sorted(self.folder.glob(f"step_*/{RUN_FILE}"))
-        return found[-1].parent if found else None
+        return next(iter(self.newest_first()), None)
+
+    def newest_first(self) -> list[Path]:
+        return [file.parent for file in sorted(self.folder.glob(f"step_*/{RUN_FILE}"), reverse=True)]
 
     def save(self, step: int, training: TrainingStep, loader_state: dict[str, int]) -> None:
         """Save after `step` steps; all ranks call it."""
@@ -82,6 +84,10 @@ class Checkpoints:
         """Remove what killed runs left unfinished; one rank calls it."""
         for leftover in self.folder.glob(".partial_*"):
             shutil.rmtree(leftover)
+
+    @staticmethod
+    def step_of(checkpoint: Path) -> int:
+        return int(checkpoint.name.removeprefix("step_"))
 
     def _partial(self, checkpoint: Path) -> Path:
         return self.folder / f".partial_{checkpoint.name}"

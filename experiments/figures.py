@@ -55,9 +55,8 @@ def _draw_owners(axes: Axes, records: Sequence[Record]) -> None:
             by_owner = record.extra["owners_bytes"]
             counted = owners or [owner for owner in by_owner if owner not in grouped]
             widths.append(sum(by_owner.get(owner, 0) for owner in counted) / 2**30)
-        if max(widths) < 0.01 * max(record.value for record in shown):
-            continue
-        axes.barh(names, widths, left=left, color=colour, label=group, height=0.65)
+        visible = max(widths) > 0
+        axes.barh(names, widths, left=left, color=colour, label=group if visible else None, height=0.65)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     for name, total in zip(names, left, strict=True):
         axes.annotate(f"{total:.1f}", (total, name), xytext=(4, 0), textcoords="offset points", va="center")

@@ -215,8 +215,14 @@ def trace_layer(model: ModelConfig, ranks: int, tokens: int, kernel: str, heads_
         dy = torch.empty_like(x)
         outputs: list[Tensor] = []
         forward = memory.trace(lambda: outputs.append(layer(x)))
-        edge = torch.autograd.graph.get_gradient_edge(outputs.pop())
-        backward: Timeline = memory.trace(lambda: torch.autograd.backward((edge,), (dy,)))
+        outputs.clear()
+
+        def forward_and_backward() -> None:
+            edge = torch.autograd.graph.get_gradient_edge(layer(x))  # y itself is dropped
+            torch.autograd.backward((edge,), (dy,))
+
+        # Both in one trace, so that what forward saved keeps its owner; the peak is backward's.
+        backward: Timeline = memory.trace(forward_and_backward)
     return TracedLayer(
         unit_bytes=x.numel() * x.itemsize,
         forward_bytes=forward.peak_without(*WEIGHTS),

@@ -175,12 +175,11 @@ class Training:
 
     def held_out_batches(self) -> Iterator[dict[str, torch.Tensor]]:
         data, train = self.config.data, self.config.train
-        size = data.batch_size // train.accumulation
         return eval_batches(
             self.held_out,
             sequence_length=data.sequence_length,
-            batch_size=size,
-            limit=train.eval_batches * size,
+            batch_size=data.batch_size // train.accumulation,
+            limit=train.eval_batches * data.batch_size,
             documents=data.documents,
             num_shards=self.shards,
             shard=self.shard,
@@ -223,9 +222,11 @@ class Training:
         try:
             yield
         except NonFiniteError as caught:
-            last = self.checkpoints.latest()
-            kept = "no checkpoint was written yet" if last is None else f"the last checkpoint is {last}"
-            raise NonFiniteError(f"step {step}: {caught}; {kept}; lower train.lr or check the data") from None
+            kept = self.checkpoints.newest_first()
+            where = f"the last checkpoint is {kept[0]}" if kept else "no checkpoint was written yet"
+            if len(kept) > 1 and self.checkpoints.step_of(kept[0]) == step - 1:
+                where += f" (no step after it was finite; remove it to continue from {kept[1].name})"
+            raise NonFiniteError(f"step {step}: {caught}; {where}; lower train.lr or check the data") from None
 
     def say(self, console: Console, line: str) -> None:
         if self.leader:

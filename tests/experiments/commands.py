@@ -1,6 +1,7 @@
 """Commands as a user types them, in processes that start fast: forked from one that has imported everything.
 
-``python -m tests.experiments.commands`` is that process. It reads calls as lines of JSON and answers each with a line.
+``python -m tests.experiments.commands`` is that process. It reads requests as lines of JSON and answers each with a
+line: a call with its process id, a process id with the exit code.
 """
 
 from __future__ import annotations
@@ -8,11 +9,16 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
+import socket
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,23 +32,106 @@ class Finished:
     err: str
 
 
-class Commands:
-    """Run modules as ``python -m module args``."""
+class Started:
+    """A command that runs, the first of a process group of its own, as in a terminal."""
 
-    def __init__(self) -> None:
+    def __init__(self, commands: Commands, pid: int, folder: Path, name: str) -> None:
+        self._commands, self.pid = commands, pid
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        self._out.touch()
+        self._err.touch()
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.killpg(self.pid, number)
+
+    def wait(self, *, timeout_s: float = 60.0) -> Finished:
+        """Wait for the end; a command that takes longer is killed, which shows in its code."""
+        code = self._commands.ask({"wait": self.pid, "timeout_s": timeout_s})
+        return Finished(code, self.out, self._err.read_text())
+
+
+class Commands:
+    """Run modules as ``python -m module args`` in `folder`, with the output in files there."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._count = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", __name__],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def __call__(self, module: str, *args: str) -> Finished:
+        return self.start(module, *args).wait()
+
+    def start(self, module: str, *args: str, folder: Path | None = None, env: dict[str, str] | None = None) -> Started:
+        self._count += 1
+        outputs = self.folder / "command_outputs"
+        outputs.mkdir(exist_ok=True)
+        started = Started(self, 0, outputs, str(self._count))
+        call = {"module": module, "args": args, "env": env or {}, "folder": str(folder or self.folder)}
+        started.pid = self.ask(
+            call | {"out": str(outputs / f"{self._count}.out"), "err": str(outputs / f"{self._count}.err")}
+        )
+        return started
+
+    def ranks(self, module: str, *args_by_rank: Sequence[str], folders: Sequence[Path] | None = None) -> list[Started]:
+        """Start ranks that find each other as torchrun lets them."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(args_by_rank))}
+        return [
+            self.start(
+                module,
+                *args,
+                folder=folders[rank] if folders else None,
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            )
+            for rank, args in enumerate(args_by_rank)
+        ]
+
+    def ask(self, request: dict[str, Any]) -> int:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([module, *args]) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return Finished(**json.loads(self._process.stdout.readline()))
+        return int(self._process.stdout.readline())
 
-    def close(self) -> None:
-        self._process.communicate()
+    @classmethod
+    @contextmanager
+    def serving(cls, folder: Path) -> Iterator[Commands]:
+        commands = cls(folder)
+        try:
+            yield commands
+        finally:
+            commands._process.communicate()
+
+
+def wait_until(happened: Callable[[], object], *, timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not happened():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def exit_code(pid: int, timeout_s: float) -> int:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            os.killpg(pid, signal.SIGKILL)
+        time.sleep(0.005)
 
 
 def serve() -> None:
@@ -50,25 +139,28 @@ def serve() -> None:
     import experiments.train  # noqa: F401
 
     for line in sys.stdin:
-        module, *args = json.loads(line)
-        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-            child = os.fork()
-            if not child:
-                os.dup2(out.fileno(), 1)
-                os.dup2(err.fileno(), 2)
-                sys.argv = [module, *args]
-                for name in ("experiments.chunks", "experiments.train"):
-                    del sys.modules[name]
-                # What it raises leaves this process as it would leave the interpreter.
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
-                sys.exit()
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            texts = []
-            for file in (out, err):
-                file.seek(0)
-                texts.append(file.read())
-        sys.stdout.write(json.dumps({"code": code, "out": texts[0], "err": texts[1]}) + "\n")
+        request = json.loads(line)
+        if "wait" in request:
+            answer = exit_code(request["wait"], request["timeout_s"])
+        else:
+            answer = os.fork()
+            if not answer:
+                break
+        sys.stdout.write(f"{answer}\n")
         sys.stdout.flush()
+    else:
+        return
+    os.setsid()
+    for name, number in (("out", 1), ("err", 2)):
+        os.dup2(os.open(request[name], os.O_WRONLY | os.O_TRUNC), number)
+    os.close(0)
+    os.chdir(request["folder"])
+    os.environ.update(request["env"])
+    sys.argv = [request["module"], *request["args"]]
+    for name in ("experiments.chunks", "experiments.train"):
+        del sys.modules[name]
+    # What it raises leaves this process as it would leave the interpreter.
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
