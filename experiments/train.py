@@ -125,10 +125,10 @@ class Training:
         self.config = config
         self.leader = dist.get_rank() == 0
         self.ranks = dist.get_world_size()
-        self.commit, self.versions = commit(), versions()
         together(self._read)
         together(self._build)
         together(self._resume)
+        self.commit, self.versions = commit(), versions()
 
     def _read(self) -> None:
         """Open what the run needs; other ranks may find something else, so nothing here waits for them."""

@@ -35,22 +35,23 @@ class Finished:
 class Started:
     """A command that runs, the first of a process group of its own, as in a terminal."""
 
-    def __init__(self, commands: Commands, pid: int, folder: Path, name: str) -> None:
-        self._commands, self.pid = commands, pid
-        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+    def __init__(self, commands: Commands, call: dict[str, Any]) -> None:
+        self._commands = commands
+        self._out, self._err = Path(call["out"]), Path(call["err"])
         self._out.touch()
         self._err.touch()
+        self._pid = commands.ask(call)["pid"]
 
     @property
     def out(self) -> str:
         return self._out.read_text()
 
     def signal(self, number: signal.Signals) -> None:
-        os.killpg(self.pid, number)
+        os.killpg(self._pid, number)
 
     def wait(self, *, timeout_s: float = 60.0) -> Finished:
         """Wait for the end; a command that takes longer is killed, which shows in its code."""
-        code = self._commands.ask({"wait": self.pid, "timeout_s": timeout_s})
+        code = self._commands.ask({"wait": self._pid, "timeout_s": timeout_s})["code"]
         return Finished(code, self.out, self._err.read_text())
 
 
@@ -76,12 +77,15 @@ class Commands:
         self._count += 1
         outputs = self.folder / "command_outputs"
         outputs.mkdir(exist_ok=True)
-        started = Started(self, 0, outputs, str(self._count))
-        call = {"module": module, "args": args, "env": env or {}, "folder": str(folder or self.folder)}
-        started.pid = self.ask(
-            call | {"out": str(outputs / f"{self._count}.out"), "err": str(outputs / f"{self._count}.err")}
-        )
-        return started
+        call = {
+            "module": module,
+            "args": args,
+            "env": env or {},
+            "folder": str(folder or self.folder),
+            "out": str(outputs / f"{self._count}.out"),
+            "err": str(outputs / f"{self._count}.err"),
+        }
+        return Started(self, call)
 
     def ranks(self, module: str, *args_by_rank: Sequence[str], folders: Sequence[Path] | None = None) -> list[Started]:
         """Start ranks that find each other as torchrun lets them."""
@@ -99,12 +103,14 @@ class Commands:
             for rank, args in enumerate(args_by_rank)
         ]
 
-    def ask(self, request: dict[str, Any]) -> int:
+    def ask(self, request: dict[str, Any]) -> dict[str, int]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        answer = self._process.stdout.readline()
+        assert answer, "the process that starts the commands is gone"
+        return json.loads(answer)
 
     @classmethod
     @contextmanager
@@ -135,22 +141,30 @@ def exit_code(pid: int, timeout_s: float) -> int:
 
 
 def serve() -> None:
-    import experiments.chunks  # the imports that take the time
+    import torch._dynamo  # noqa: F401 - what takes the time
+
+    import experiments.chunks
     import experiments.train  # noqa: F401
 
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
-            answer = exit_code(request["wait"], request["timeout_s"])
+            answer = {"code": exit_code(request["wait"], request["timeout_s"])}
         else:
-            answer = os.fork()
-            if not answer:
+            ready, child_is_ready = os.pipe()
+            answer = {"pid": os.fork()}
+            if not answer["pid"]:
                 break
-        sys.stdout.write(f"{answer}\n")
+            os.close(child_is_ready)
+            os.read(ready, 1)  # the child has a group of its own now
+            os.close(ready)
+        sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
     else:
         return
     os.setsid()
+    os.close(ready)
+    os.close(child_is_ready)
     for name, number in (("out", 1), ("err", 2)):
         os.dup2(os.open(request[name], os.O_WRONLY | os.O_TRUNC), number)
     os.close(0)
