@@ -18,6 +18,8 @@ import paper_configs
 from experiments.records import RecordFile
 from tests.experiments.commands import ROOT, Commands, Finished, wait_until
 
+pytestmark = pytest.mark.slow  # whole commands in processes of their own
+
 TRAIN, CHUNKS = "experiments.train", "experiments.chunks"
 
 
@@ -276,7 +278,6 @@ RECORD_KEYS = {
 }
 
 
-@pytest.mark.slow
 def test_interrupted_chunks_continue_and_record_what_they_found(commands: Commands, tmp_path: Path) -> None:
     cells = tmp_path / "cells.jsonl"
     interrupted = commands.start(CHUNKS, *SMALL_CHUNKS, f"out={tmp_path}")

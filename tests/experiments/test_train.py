@@ -16,6 +16,8 @@ import pytest
 from experiments.records import RecordFile
 from tests.experiments.commands import ROOT, Commands, Finished, Started, wait_until
 
+pytestmark = pytest.mark.slow  # whole commands in processes of their own
+
 TRAIN = "experiments.train"
 
 
@@ -64,7 +66,6 @@ def kill(started: Sequence[Started], ranks: Sequence[int]) -> None:
         assert each.wait().code == -signal.SIGKILL if rank in ranks else each.wait().code != 0
 
 
-@pytest.mark.slow
 def test_a_run_killed_again_and_again_equals_the_undisturbed_one(
     commands: Commands, small: list[str], whole: Path, tmp_path: Path
 ) -> None:
@@ -223,7 +224,6 @@ def torchrun(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.slow
 def test_torchrun_loses_a_rank_and_the_same_command_continues(small: list[str], whole: Path, tmp_path: Path) -> None:
     arguments = [*small, "data.batch_size=2", f"out={tmp_path}"]
     killed = torchrun(*arguments)
@@ -243,7 +243,6 @@ def test_torchrun_loses_a_rank_and_the_same_command_continues(small: list[str], 
     assert losses(tmp_path) == losses(whole)
 
 
-@pytest.mark.slow
 def test_torchrun_prints_a_mistake_once(small: list[str], tmp_path: Path) -> None:
     started = torchrun(*small, "method.heads_per_stage=3", f"out={tmp_path}")
     _, err = started.communicate(timeout=60)
